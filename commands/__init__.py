@@ -1,0 +1,1 @@
+"""The commands of gyre, one thin file each; nothing imports them."""

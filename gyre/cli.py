@@ -1,0 +1,192 @@
+"""What all commands share: options, logging, and how errors become exit codes.
+
+A command's file parses its own options on top of `common`, and imports the heavy parts after parsing. Data goes to stdout, all else to stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import click
+import msgspec
+
+from gyre import config as configuration
+from gyre.config import Config
+from gyre.errors import EXIT_BUG, EXIT_OK, GyreError, UsageError
+
+if TYPE_CHECKING:
+    from gyre.net.worker import Worker
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process is told at its start: the run, its configuration, where its peers are. Addresses are never empty but `coord` and `bind`."""
+
+    run_dir: Path
+    config: Config
+    buffer: str
+    train: str
+    rollouts: list[str]
+    coord: str | None
+    bind: str | None
+    name: str
+    resolved: configuration.Resolved
+
+    @property
+    def run_id(self) -> str:
+        return self.run_dir.name
+
+
+def common(*, run: bool = True, addresses: tuple[str, ...] = (), named: str | None = None) -> Callable[[F], F]:
+    """Options of every command. `addresses`: which of buffer, train, rollout, coord, bind it takes. `named`: its default name."""
+    options: list[Callable[[F], F]] = []
+    if run:
+        options += [
+            click.option("--run", "run_dir", type=click.Path(path_type=Path), default=Path("runs/default"), show_default=True,
+                         help="Run directory; its name is the run's id, local addresses derive from it."),
+            click.option("--config", "config_file", type=click.Path(path_type=Path),
+                         help="run.toml; without it, the one in the run directory if there is one."),
+            click.option("--set", "sets", multiple=True, metavar="TABLE.KEY=VALUE", help="Override one key; repeatable."),
+            click.option("--check", is_flag=True, help="Check the configuration and exit."),
+            click.option("--print-config", is_flag=True, help="Print the configuration with the origin of each value and exit."),
+        ]  # fmt: skip
+    helps = {
+        "buffer": "Address of gyre-buffer.",
+        "train": "Address of the core's gyre-train.",
+        "coord": "Address of gyre-coord; without it the process is on its own.",
+        "bind": "Address to listen on; default: the run directory's socket.",
+    }
+    for name in addresses:
+        if name == "rollout":
+            options.append(click.option("--rollout", "rollouts", multiple=True, metavar="ADDRESS", help="Address of a gyre-rollout; repeatable."))
+        else:
+            options.append(click.option(f"--{name}", name, metavar="ADDRESS", help=helps[name]))
+    if "bind" in addresses:
+        options.append(click.option("--insecure", is_flag=True, help="Allow addresses that others can reach, without keys."))
+    if named is not None:
+        options.append(click.option("--name", "--cell", "name", default=named, show_default=True, help="Name of this process in its run."))
+    options += [
+        click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True),
+        click.option("--json-logs", is_flag=True, help="Log JSON lines."),
+        click.version_option(importlib.metadata.version("gyre"), prog_name="gyre"),
+    ]
+
+    def decorate(f: F) -> F:
+        for option in reversed(options):
+            f = option(f)
+        return f
+
+    return decorate
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {"t": round(record.created, 3), "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def start_logging(level: str, json_logs: bool) -> None:
+    """Log to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    plain = logging.Formatter("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+    plain.converter = time.gmtime
+    handler.setFormatter(_JsonFormatter() if json_logs else plain)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def setup(options: dict[str, Any], flags: dict[str, Any] | None = None) -> Setup:
+    """From the options of `common` (and `flags`, dotted key → value or None) to a `Setup`. May end the process (--check, --print-config)."""
+    from gyre.net.endpoints import endpoint
+
+    start_logging(options["log_level"], options["json_logs"])
+    run_dir: Path = options["run_dir"].expanduser().resolve()
+    file: Path | None = options["config_file"]
+    if file is None and (run_dir / "run.toml").is_file():
+        file = run_dir / "run.toml"
+    given = dict(flags or {})
+    if options.get("insecure"):
+        given["net.insecure"] = True
+    resolved = configuration.load(file, options["sets"], given)
+    if options["print_config"]:
+        click.echo(resolved.toml(with_origins=True), nl=False)
+        sys.exit(EXIT_OK)
+    if options["check"]:
+        click.echo("configuration ok", err=True)
+        sys.exit(EXIT_OK)
+    return Setup(
+        run_dir=run_dir,
+        config=resolved.config,
+        buffer=options.get("buffer") or endpoint(run_dir, "buffer"),
+        train=options.get("train") or endpoint(run_dir, "train"),
+        rollouts=list(options.get("rollouts") or ()) or [endpoint(run_dir, "rollout")],
+        coord=options.get("coord"),
+        bind=options.get("bind"),
+        name=options.get("name") or "",
+        resolved=resolved,
+    )
+
+
+def make_run_dir(path: Path) -> None:
+    """Create a run directory. Raises `UsageError`."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as e:
+        raise UsageError("--run", f"{path} is not writable ({e.strerror})", "give a directory that this user can write") from None
+
+
+def guarded(body: Callable[[], int | None]) -> NoReturn:
+    """Run a command's body and exit: errors become one line and their code, a closed pipe is quiet, bugs show their traceback."""
+    try:
+        code = body() or EXIT_OK
+        sys.stdout.flush()
+    except GyreError as e:
+        click.echo(f"error: {e}", err=True)
+        code = e.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter's last flush must not complain
+        code = EXIT_OK
+    except KeyboardInterrupt:
+        code = 130
+    except (click.ClickException, click.exceptions.Exit):
+        raise
+    except Exception:
+        traceback.print_exc()
+        click.echo("this is a bug in gyre", err=True)
+        code = EXIT_BUG
+    sys.exit(code)
+
+
+def work(kind: str, options: dict[str, Any], flags: dict[str, Any], body: Callable[[Setup, Worker], Awaitable[None]]) -> NoReturn:
+    """Run one of the five kinds of process until it is done or told to stop."""
+
+    def run() -> int:
+        s = setup(options, flags)
+        from gyre.net.worker import Worker
+
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve the other processes of a shared machine
+
+        async def main() -> int:
+            grace_s = s.config.run.coord_grace_s
+            async with Worker(s.coord, kind=kind, name=s.name or kind, run_id=s.run_id, grace_s=grace_s) as worker:
+                await body(s, worker)
+            return worker.exit_code
+
+        return asyncio.run(main())
+
+    guarded(run)

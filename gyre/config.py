@@ -1,0 +1,293 @@
+"""Configuration: the tables of run.toml, and where each value came from.
+
+Invariants
+- Precedence is default < file < --set < flag; an unknown key or a value of the wrong type is a `UsageError` naming file, key and remedy.
+- Every key has a description (`docs/config.md` is generated from them); no key exists that nothing reads.
+- Relative paths in a file are relative to that file; in --set and flags, to the working directory. `load` resolves them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from gyre.errors import UsageError
+
+
+def _doc(text: str, *, path: bool = False, **limits: Any) -> Meta:
+    """Describe a key; `path` marks values that are resolved against the file they stand in."""
+    return Meta(description=text, extra={"path": path}, **limits)
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the configuration tables."""
+
+
+class Run(Table, frozen=True, kw_only=True):
+    """The run as a whole."""
+
+    seed: Annotated[int, _doc("Every random draw of the run derives from it.", ge=0)] = 0
+    stall_s: Annotated[float, _doc("No progress for so long: the buffer logs who waits for whom.", gt=0)] = 300.0
+    max_infra_failures: Annotated[int, _doc("So many infrastructure failures in a row end the run with exit 1.", ge=1)] = 20
+    coord_grace_s: Annotated[float, _doc("A worker that was launched and hears no coordinator for so long ends in order.", gt=0)] = 600.0
+    start_timeout_s: Annotated[float, _doc("How long a process waits for its peers at start.", gt=0)] = 180.0
+
+
+class Model(Table, frozen=True, kw_only=True):
+    """The policy to start from."""
+
+    path: Annotated[str, _doc("Hugging Face model directory (config, safetensors, tokenizer with a chat template).", path=True)] = ""
+    dtype: Annotated[Literal["float32", "bfloat16"], _doc("Element type of weights and activations.")] = "float32"
+    device: Annotated[Literal["auto", "cpu", "cuda"], _doc("Where the model runs; auto takes a GPU if there is one.")] = "auto"
+
+
+class Tasks(Table, frozen=True, kw_only=True):
+    """What is trained and evaluated on."""
+
+    train: Annotated[str, _doc("Directory of Harbor task directories (or one task directory) to train on.", path=True)] = ""
+    heldout: Annotated[str, _doc('Directory of held-out tasks for evaluation; "" for none.', path=True)] = ""
+    epochs: Annotated[int, _doc("Passes over the training tasks before the run runs out of queries; 0 for no end.", ge=0)] = 0
+    eval_every: Annotated[int, _doc("Evaluate every so many publications, and at the first and the last; 0 for never.", ge=0)] = 0
+    eval_tasks: Annotated[int, _doc("Held-out tasks per evaluation (the first so many); 0 for all.", ge=0)] = 0
+
+
+class System(Table, frozen=True, kw_only=True):
+    """Sizes and pace; the same table as in workload files."""
+
+    groups_per_step: Annotated[int, _doc("B: groups consumed by an optimizer step.", ge=1)] = 8
+    rollouts_per_group: Annotated[int, _doc("N: rollouts of a query admitted together.", ge=1)] = 8
+    steps_per_burst: Annotated[int, _doc("mu: optimizer steps between publications.", ge=1)] = 1
+    target_staleness: Annotated[float, _doc("Mean staleness to aim at, in optimizer steps; the quota follows from it.", ge=0)] = 1.0
+    dispatch: Annotated[Literal["boundary", "continuous"], _doc("Admit at publications, or whenever there is room.")] = "boundary"
+    min_group: Annotated[int, _doc("A group with fewer graded executions is discarded.", ge=1)] = 1
+    on_discard: Annotated[Literal["shrink", "replace"], _doc("A discarded group: the step closes without it, or a substitute is admitted.")] = (
+        "shrink"
+    )
+
+
+class Rollout(Table, frozen=True, kw_only=True):
+    """The inference engine and how it samples."""
+
+    engine: Annotated[Literal["torch", "scripted"], _doc("Which engine serves the policy.")] = "torch"
+    temperature: Annotated[float, _doc("Sampling temperature of training rollouts; 0 is greedy.", ge=0)] = 1.0
+    eval_temperature: Annotated[float, _doc("Sampling temperature of evaluation rollouts.", ge=0)] = 1.0
+    top_p: Annotated[float, _doc("Nucleus sampling; 1 is off.", gt=0, le=1)] = 1.0
+    top_k: Annotated[int, _doc("Keep the k likeliest tokens; 0 is off.", ge=0)] = 0
+    max_tokens: Annotated[int, _doc("Tokens sampled per call at most.", ge=1)] = 256
+    context: Annotated[int, _doc("Tokens of prompt and completion together at most.", ge=8)] = 4096
+    slots: Annotated[int, _doc("Requests decoded together by one engine.", ge=1)] = 64
+    queue: Annotated[int, _doc("Requests an engine holds beside those decoding; more are answered full.", ge=0)] = 256
+    threads: Annotated[int, _doc("CPU threads of the engine; 0 leaves the choice to torch.", ge=0)] = 0
+    script: Annotated[str, _doc("For the scripted engine: JSON-lines file of completions.", path=True)] = ""
+
+
+class Sandbox(Table, frozen=True, kw_only=True):
+    """Where executions run, and their limits. A task's own limits win when they are tighter."""
+
+    backend: Annotated[Literal["bubblewrap", "process"], _doc("How executions are contained; process contains nothing and needs unsafe.")] = (
+        "bubblewrap"
+    )
+    unsafe: Annotated[bool, _doc("Accept a backend, or a machine, that cannot contain an execution.")] = False
+    slots: Annotated[int, _doc("Executions at once per gyre-sandbox.", ge=1)] = 16
+    harness: Annotated[str, _doc("Command of the harness, shell-quoted; it runs in the workspace, files of harness_dir are at /harness.")] = (
+        "python3 -I -S /harness/harness.py"
+    )
+    harness_dir: Annotated[str, _doc('Directory mounted read-only at /harness; "" for none.', path=True)] = ""
+    forward_tcp: Annotated[bool, _doc("Give the harness the model at http://127.0.0.1:8080 too (OPENAI_BASE_URL); costs a Python process.")] = False
+    max_turns: Annotated[int, _doc("Model calls per execution; the next one ends it as turn_limit.", ge=1)] = 100
+    harness_timeout_s: Annotated[float, _doc("The agent's own time; then its workspace is graded as it is.", gt=0)] = 3600.0
+    overall_timeout_s: Annotated[float, _doc("Everything's time; then the execution is discarded.", gt=0)] = 7200.0
+    setup_timeout_s: Annotated[float, _doc("Time to make a workspace.", gt=0)] = 60.0
+    verifier_timeout_s: Annotated[float, _doc("The verifier's time.", gt=0)] = 600.0
+    verifier_retries: Annotated[int, _doc("Times a failed verifier is run again on the same workspace.", ge=0)] = 1
+    reissues: Annotated[int, _doc("Times a ticket is issued again after a loss, then the execution is discarded.", ge=0)] = 2
+    lease_ttl_s: Annotated[float, _doc("A ticket's lease; renewed at a third of it.", gt=0)] = 30.0
+    workspace_mb: Annotated[int, _doc("Size of a workspace.", ge=1)] = 256
+    memory_mb: Annotated[int, _doc("Memory of all processes of a sandbox together.", ge=16)] = 1024
+    pids: Annotated[int, _doc("Processes and threads in a sandbox.", ge=4)] = 128
+    output_kb: Annotated[int, _doc("Output kept of each process that gyre starts in a sandbox.", ge=1)] = 1024
+
+
+class TrajectoryTable(Table, frozen=True, kw_only=True):
+    """From calls to trajectories."""
+
+    max_per_execution: Annotated[int, _doc("J_max: trajectories trained per execution at most.", ge=1)] = 1
+
+
+class Train(Table, frozen=True, kw_only=True):
+    """The optimizer and its objective."""
+
+    steps: Annotated[int, _doc("Optimizer steps of the run.", ge=1)] = 100
+    objective: Annotated[Literal["dis", "grpo"], _doc("dis: double-sided importance sampling; grpo: clipped surrogate.")] = "dis"
+    advantage: Annotated[Literal["mean", "grpo"], _doc("mean: R - mean; grpo: also divided by the standard deviation (ddof 0).")] = "mean"
+    ratio_low: Annotated[float, _doc("dis: ratios below it get weight 0; grpo: 1 - epsilon.", ge=0)] = 0.5
+    ratio_high: Annotated[float, _doc("dis: ratios above it get weight 0; grpo: 1 + epsilon.", gt=0)] = 2.0
+    lr: Annotated[float, _doc("Peak learning rate.", gt=0)] = 1e-6
+    lr_schedule: Annotated[Literal["constant", "linear", "cosine"], _doc("Decay after warm-up, to lr_min at the last step.")] = "constant"
+    lr_min: Annotated[float, _doc("Learning rate at the end of a decay.", ge=0)] = 0.0
+    warmup_steps: Annotated[int, _doc("Steps of linear warm-up.", ge=0)] = 0
+    beta1: Annotated[float, _doc("AdamW's first beta.", ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, _doc("AdamW's second beta.", ge=0, lt=1)] = 0.95
+    weight_decay: Annotated[float, _doc("AdamW's decoupled weight decay.", ge=0)] = 0.0
+    clip_norm: Annotated[float, _doc("Gradient norm is clipped to it; 0 is off.", ge=0)] = 1.0
+    micro_step_tokens: Annotated[int, _doc("Token budget of a micro-step; a longer trajectory gets one of its own.", ge=1)] = 16384
+    claim_ttl_s: Annotated[float, _doc("Lease of a claimed micro-step; renewed at a third of it.", gt=0)] = 60.0
+    checkpoint_every: Annotated[int, _doc("Checkpoint every so many steps, and at the end; 0 for only at the end.", ge=0)] = 20
+    keep_checkpoints: Annotated[int, _doc("Checkpoints kept.", ge=1)] = 2
+    logprob_alarm: Annotated[float, _doc("Warn when trainer and engine differ by more than this on tokens of the current version.", gt=0)] = 0.1
+    threads: Annotated[int, _doc("CPU threads of the trainer; 0 leaves the choice to torch.", ge=0)] = 0
+
+
+class Net(Table, frozen=True, kw_only=True):
+    """Sockets and their patience."""
+
+    insecure: Annotated[bool, _doc("Allow sockets on addresses other than loopback and ipc without keys.")] = False
+    request_timeout_s: Annotated[float, _doc("How long a request is repeated before its sender gives up.", gt=0)] = 120.0
+    resend_s: Annotated[float, _doc("A request without an answer is sent again after so long.", gt=0)] = 5.0
+    engine_timeout_s: Annotated[float, _doc("An engine that does not answer a ping for so long is given up.", gt=0)] = 20.0
+
+
+class Config(Table, frozen=True, kw_only=True):
+    """run.toml."""
+
+    run: Run = Run()
+    model: Model = Model()
+    tasks: Tasks = Tasks()
+    system: System = System()
+    rollout: Rollout = Rollout()
+    sandbox: Sandbox = Sandbox()
+    trajectory: TrajectoryTable = TrajectoryTable()
+    train: Train = Train()
+    net: Net = Net()
+
+
+class Key(msgspec.Struct, frozen=True):
+    """One key of the configuration, for help, documentation and messages."""
+
+    table: str
+    name: str
+    annotation: Any
+    default: Any
+    description: str
+    is_path: bool
+
+    @property
+    def dotted(self) -> str:
+        return f"{self.table}.{self.name}"
+
+    @property
+    def type_text(self) -> str:
+        inner = get_args(self.annotation)[0]
+        if get_origin(inner) is Literal:
+            return " | ".join(get_args(inner))
+        return {str: "string", int: "integer", float: "number", bool: "true | false"}[inner]
+
+
+def all_keys() -> Iterator[Key]:
+    """All keys in the order of the tables."""
+    for table in msgspec.structs.fields(Config):
+        hints = get_type_hints(table.type, include_extras=True)
+        for field in msgspec.structs.fields(table.type):
+            meta = next(m for m in get_args(hints[field.name]) if isinstance(m, Meta))
+            yield Key(table.name, field.name, hints[field.name], field.default, meta.description or "", bool((meta.extra or {}).get("path")))
+
+
+def _key(where: str, dotted: str) -> Key:
+    known = {k.dotted: k for k in all_keys()}
+    if dotted in known:
+        return known[dotted]
+    close = difflib.get_close_matches(dotted, known, n=1)
+    raise UsageError(where, "unknown key", f"did you mean {close[0]}?" if close else "docs/config.md lists the keys", dotted)
+
+
+def _checked(where: str, key: Key, value: Any, base: Path) -> Any:
+    try:
+        value = msgspec.convert(value, key.annotation)
+    except msgspec.ValidationError as e:
+        raise UsageError(where, str(e).lower().removesuffix("."), f"give {key.type_text}", key.dotted) from None
+    if key.is_path and value:
+        value = str((base / Path(value).expanduser()).resolve())
+    return value
+
+
+def _parse_set(item: str) -> tuple[str, Any]:
+    dotted, eq, text = item.partition("=")
+    if not eq:
+        raise UsageError(f"--set {item}", "not of the form table.key=value", "write for example --set train.lr=1e-5")
+    try:
+        return dotted.strip(), tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return dotted.strip(), text  # a bare word is a string
+
+
+class Resolved(msgspec.Struct, frozen=True):
+    """A configuration with the origin of every value."""
+
+    config: Config
+    origins: dict[str, str]
+
+    def toml(self, with_origins: bool = False) -> str:
+        """The configuration as TOML; reading it back gives the same configuration."""
+        lines: list[str] = []
+        for k in all_keys():
+            if f"[{k.table}]" not in lines:
+                lines += ["", f"[{k.table}]"]
+            value = getattr(getattr(self.config, k.table), k.name)
+            text = f"{k.name} = {msgspec.json.encode(value).decode()}"
+            lines.append(f"{text}  # {self.origins[k.dotted]}" if with_origins else text)
+        return "\n".join(lines[1:]) + "\n"
+
+
+def load(file: Path | None, sets: Sequence[str] = (), flags: Mapping[str, Any] | None = None) -> Resolved:
+    """Resolve a configuration.
+
+    `flags` maps dotted keys to values given on the command line (None: not given). Raises `UsageError`.
+    """
+    values: dict[str, Any] = {}
+    origins = {k.dotted: "default" for k in all_keys()}
+
+    def put(where: str, dotted: str, value: Any, base: Path, origin: str) -> None:
+        values[dotted] = _checked(where, _key(where, dotted), value, base)
+        origins[dotted] = origin
+
+    if file is not None:
+        for dotted, value in _read(file):
+            put(str(file), dotted, value, file.resolve().parent, str(file))
+    for item in sets:
+        dotted, value = _parse_set(item)
+        put("--set", dotted, value, Path.cwd(), "--set")
+    for dotted, value in (flags or {}).items():
+        if value is not None:
+            put("flag", dotted, value, Path.cwd(), "flag")
+    tables: dict[str, dict[str, Any]] = {}
+    for dotted, value in values.items():
+        table, name = dotted.split(".")
+        tables.setdefault(table, {})[name] = value
+    return Resolved(msgspec.convert(tables, Config), origins)
+
+
+def _read(file: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(str(file), "no such file", "give the path of a run.toml to --config") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(str(file), f"cannot be read ({e})", "give a readable TOML file to --config") from None
+    except tomllib.TOMLDecodeError as e:
+        raise UsageError(str(file), f"not TOML: {e}", "mend that line") from None
+    known = {f.name for f in msgspec.structs.fields(Config)}
+    for table, content in data.items():
+        if table not in known:
+            close = difflib.get_close_matches(table, known, n=1)
+            remedy = f"did you mean [{close[0]}]?" if close else f"the tables are {', '.join(sorted(known))}"
+            raise UsageError(str(file), "unknown table", remedy, table)
+        if not isinstance(content, dict):
+            raise UsageError(str(file), "not a table", f"write [{table}] and keys below it", table)
+        for name, value in content.items():
+            yield f"{table}.{name}", value

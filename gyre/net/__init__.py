@@ -1,0 +1,1 @@
+"""Sockets: how messages travel. The only importer of zmq."""

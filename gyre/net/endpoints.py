@@ -1,0 +1,38 @@
+"""Addresses: the default one of each process of a run, and which ones may be bound without keys."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import tempfile
+from pathlib import Path
+
+from gyre.errors import UsageError
+
+_SOCKET_PATH_MAX = 100  # sockaddr_un holds 108 bytes on Linux, 104 elsewhere
+
+
+def endpoint(run_dir: Path, kind: str, name: str = "") -> str:
+    """The ipc address of a process of a run: the same for all who name the same directory, short enough for a socket's path."""
+    leaf = f"{kind}-{name}" if name else kind
+    path = run_dir.resolve() / "sock" / leaf
+    if len(os.fsencode(path)) > _SOCKET_PATH_MAX:
+        digest = hashlib.blake2b(os.fsencode(run_dir.resolve()), digest_size=8).hexdigest()
+        path = Path(tempfile.gettempdir()) / f"gyre-{os.getuid()}-{digest}" / hashlib.blake2b(leaf.encode(), digest_size=6).hexdigest()
+    return f"ipc://{path}"
+
+
+def check_bind(address: str, insecure: bool) -> None:
+    """Refuse to bind what others on the network could reach, unless `insecure`. Raises `UsageError`."""
+    if address.startswith(("ipc://", "inproc://")) or insecure:
+        return
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if not address.startswith("tcp://"):
+        raise UsageError("--bind", f"{address} is no address", "give tcp://127.0.0.1:PORT or ipc://PATH")
+    try:
+        local = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = False
+    if not local:
+        raise UsageError("--bind", f"{address} can be reached by others and has no keys", "bind loopback or ipc, or accept the risk with --insecure")

@@ -1,0 +1,344 @@
+"""Request and reply over ZeroMQ, with pushes: a ROUTER that serves and DEALERs that ask.
+
+Invariants
+- The first thing on a connection is `Hello`; a server that does not know a client (it was restarted) says `HelloRequired`, and the client says
+  hello and repeats what it had asked. So servers may restart at any time and requests must be idempotent.
+- A request is repeated until it is answered or its deadline passes, and the error names what was waited for.
+- Sending never blocks: each socket's queue is bounded, and what does not fit is dropped, logged and made up for by the repetition.
+
+Not here: authentication (until there are keys, `check_bind` keeps sockets on this machine).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import inspect
+import itertools
+import logging
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import zmq
+
+from gyre.errors import DeadlineExceeded, Refused, UsageError
+from gyre.net.endpoints import check_bind
+from gyre.wire.arrays import Array
+from gyre.wire.codec import Arrays, Decoder, Frame, WireError, encode
+from gyre.wire.messages import WIRE_VERSION, Hello, HelloRequired, Message, Refuse, Welcome
+
+log = logging.getLogger(__name__)
+
+_QUEUE: Final = 20_000  # messages a socket holds in each direction
+_HELLO_EVERY_S: Final = 0.5
+_BATCH: Final = 256  # messages taken before other tasks get their turn
+
+_prefix = os.urandom(5).hex()
+_count = itertools.count()
+
+
+def mint() -> str:
+    """A fresh message id, unique across processes. A forked child must not use its parent's."""
+    return f"{_prefix}-{next(_count):x}"
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """A client that said hello."""
+
+    identity: bytes
+    kind: str
+    name: str
+    incarnation: str
+
+
+Handler = Callable[[Peer, Message, Arrays], Awaitable[None] | None]
+
+
+class _Socket:
+    """A ZeroMQ socket in an asyncio loop: sends at once or not at all, wakes its reader.
+
+    ZeroMQ's file descriptor is edge-triggered and sending may swallow an edge, so a send wakes the reader too.
+    """
+
+    def __init__(self, kind: int, address: str) -> None:
+        self.zmq: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+        self.zmq.setsockopt(zmq.LINGER, 500)  # ms: last replies still go out when a process ends
+        self.zmq.setsockopt(zmq.SNDHWM, _QUEUE)
+        self.zmq.setsockopt(zmq.RCVHWM, _QUEUE)
+        self.zmq.setsockopt(zmq.IPV6, int("[" in address))
+        self._wake = asyncio.Event()
+        self._fd: int = self.zmq.fileno()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._fd, self._wake.set)
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Queue a message; raises `zmq.ZMQError` when the peer is gone or the queue full."""
+        try:
+            self.zmq.send_multipart(frames, zmq.DONTWAIT, copy=len(frames) < 3)
+        finally:
+            self._wake.set()
+
+    async def receive(self) -> list[list[bytes]]:
+        """The messages that have arrived, at least one, at most a batch."""
+        while True:
+            batch: list[list[bytes]] = []
+            try:
+                while len(batch) < _BATCH:
+                    batch.append(self.zmq.recv_multipart(zmq.DONTWAIT))
+                self._wake.set()  # there may be more
+            except zmq.Again:
+                pass
+            if batch:
+                return batch
+            self._wake.clear()
+            if not self.zmq.poll(0, zmq.POLLIN):
+                await self._wake.wait()
+
+    def close(self, linger_ms: int | None = None) -> None:
+        if not self.zmq.closed:
+            self._loop.remove_reader(self._fd)
+            self.zmq.close(linger_ms)
+
+
+class Server:
+    """The ROUTER of a process. Answers hellos itself, hands everything else to the handler of `serve`."""
+
+    def __init__(self, sock: _Socket, address: str, incoming: Any, welcome: Welcome, lock: int | None) -> None:
+        self.address = address
+        self.incarnation = welcome.incarnation
+        self._sock = sock
+        self._decoder = Decoder(incoming)
+        self._welcome = welcome
+        self._peers: dict[bytes, Peer] = {}
+        self._lock = lock
+
+    @classmethod
+    def bind(cls, address: str, incoming: Any, *, kind: str, name: str, run_id: str, insecure: bool = False) -> Server:
+        """Bind `address`. Raises `UsageError` for an address in use, not allowed or not usable."""
+        check_bind(address, insecure)
+        lock = _claim_ipc(address)
+        sock = _Socket(zmq.ROUTER, address)
+        sock.zmq.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            sock.zmq.bind(address)
+        except zmq.ZMQError as e:
+            sock.close(0)
+            if e.errno == zmq.EADDRINUSE:
+                raise UsageError("--bind", f"{address} is in use", "stop its holder or bind another address") from None
+            raise UsageError("--bind", f"{address} cannot be bound ({e})", "give tcp://127.0.0.1:PORT or ipc://PATH") from None
+        real = sock.zmq.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        return cls(sock, real, incoming, Welcome(id=mint(), wire_version=WIRE_VERSION, run_id=run_id, incarnation=os.urandom(6).hex()), lock)
+
+    def send(self, peer: Peer, message: Message, arrays: Mapping[str, Array] | None = None) -> None:
+        """Queue a message for a client; a client that is gone, or whose queue is full, misses it and will ask again."""
+        self._put(peer.identity, message, arrays)
+
+    def _put(self, identity: bytes, message: Message, arrays: Mapping[str, Array] | None = None) -> None:
+        try:
+            self._sock.send([identity, *encode(message, arrays)])
+        except zmq.ZMQError as e:
+            if e.errno == zmq.EHOSTUNREACH:
+                self._peers.pop(identity, None)
+            log.debug("message %s to %r dropped: %s", type(message).__name__, identity, e)
+
+    async def serve(self, handler: Handler) -> None:
+        """Handle messages until cancelled. What the handler raises ends the server."""
+        while True:
+            for identity, *frames in await self._sock.receive():
+                peer, message, arrays = self._accept(identity, frames)
+                if peer is None or message is None:
+                    continue
+                answer = handler(peer, message, arrays)
+                if inspect.isawaitable(answer):
+                    await answer
+            await asyncio.sleep(0)
+
+    def _accept(self, identity: bytes, frames: list[bytes]) -> tuple[Peer | None, Message | None, Arrays]:
+        try:
+            message, arrays = self._decoder.decode(frames)
+        except WireError as e:
+            log.warning("from %r: %s", self._peers.get(identity, identity), e)
+            return None, None, {}
+        if isinstance(message, Hello):
+            self._greet(identity, message)
+            return None, None, {}
+        peer = self._peers.get(identity)
+        if peer is None:
+            self._put(identity, HelloRequired(id=mint(), cause=message.id))
+        return peer, message, arrays
+
+    def _greet(self, identity: bytes, hello: Hello) -> None:
+        if hello.wire_version != WIRE_VERSION:
+            reason = f"{hello.kind} {hello.name} speaks wire version {hello.wire_version}, this process {WIRE_VERSION}: run the same gyre on both"
+        elif hello.run_id and hello.run_id != self._welcome.run_id:
+            reason = f"{hello.kind} {hello.name} belongs to run {hello.run_id}, this process to {self._welcome.run_id}"
+        else:
+            self._peers[identity] = Peer(identity, hello.kind, hello.name, hello.incarnation)
+            self._put(identity, msgspec.structs.replace(self._welcome, id=mint(), cause=hello.id))
+            return
+        log.warning("refused: %s", reason)
+        self._put(identity, Refuse(id=mint(), cause=hello.id, reason=reason))
+
+    def close(self) -> None:
+        self._sock.close()
+        if self._lock is not None:
+            os.close(self._lock)
+
+
+def _claim_ipc(address: str) -> int | None:
+    """Hold the lock beside an ipc socket: ZeroMQ itself would silently take the address from a living process."""
+    if not address.startswith("ipc://"):
+        return None
+    path = Path(address.removeprefix("ipc://"))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as e:
+        raise UsageError("--bind", f"{address} cannot be bound ({e.strerror})", "make its directory writable or give another --run") from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise UsageError("--bind", f"{address} is in use", "stop its holder or give another --run or --name") from None
+    return fd
+
+
+class Client:
+    """A DEALER to one server. Reconnects for ever; requests are repeated until answered."""
+
+    def __init__(self, address: str, incoming: Any, hello: Hello, resend_s: float, on_push: Callable[[Message, Arrays], None] | None) -> None:
+        self.address = address
+        self.server: Welcome | None = None
+        self._hello = hello
+        self._resend_s = resend_s
+        self._on_push = on_push
+        self._decoder = Decoder(incoming)
+        self._pending: dict[str, tuple[asyncio.Future[tuple[Message, Arrays]], list[Any]]] = {}
+        self._refused: Refuse | None = None
+        self._welcomed = asyncio.Event()
+        self._sock = _Socket(zmq.DEALER, address)
+        self._sock.zmq.setsockopt(zmq.ROUTING_ID, f"{hello.name}:{hello.incarnation}:{mint()}".encode()[-200:])
+        self._sock.zmq.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._sock.zmq.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        try:
+            self._sock.zmq.connect(address)
+        except zmq.ZMQError as e:
+            self._sock.close(0)
+            raise UsageError("address", f"{address} cannot be connected to ({e})", "give tcp://HOST:PORT or ipc://PATH") from None
+        self._task = asyncio.create_task(self._receive())
+
+    @classmethod
+    def connect(
+        cls,
+        address: str,
+        incoming: Any,
+        *,
+        kind: str,
+        name: str,
+        incarnation: str,
+        run_id: str = "",
+        resend_s: float = 5.0,
+        on_push: Callable[[Message, Arrays], None] | None = None,
+    ) -> Client:
+        """Begin to connect; returns at once."""
+        hello = Hello(
+            id=mint(), wire_version=WIRE_VERSION, kind=kind, name=name, incarnation=incarnation, run_id=run_id,
+            host=socket.gethostname(), pid=os.getpid(),
+        )  # fmt: skip
+        return cls(address, incoming, hello, resend_s, on_push)
+
+    async def ready(self, deadline_s: float, what: str) -> Welcome:
+        """Wait until the server welcomed us. Raises `DeadlineExceeded` naming `what`, or `Refused`."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._welcomed.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(f"{what} at {self.address}", deadline_s) from None
+        if self._refused is not None:
+            raise Refused(self._refused.reason)
+        assert self.server is not None
+        return self.server
+
+    async def request(self, message: Message, arrays: Mapping[str, Array] | None = None, *, deadline_s: float, what: str) -> tuple[Message, Arrays]:
+        """Ask, and repeat, until the reply whose cause is this message arrives. Raises `DeadlineExceeded` naming `what`, or `Refused`."""
+        future: asyncio.Future[tuple[Message, Arrays]] = asyncio.get_running_loop().create_future()
+        frames = encode(message, arrays)
+        self._pending[message.id] = (future, frames)
+        started = time.monotonic()
+        try:
+            while True:
+                if self._refused is not None:
+                    raise Refused(self._refused.reason)
+                if self.server is not None:  # else the welcome sends all that is pending
+                    self._send(frames)
+                left = deadline_s - (time.monotonic() - started)
+                # asyncio.wait, not wait_for: on Python 3.11 that swallows a cancellation that arrives together with the reply
+                done, _ = await asyncio.wait((future,), timeout=max(0.0, min(left, self._resend_s)))
+                if done:
+                    return future.result()
+                if time.monotonic() - started >= deadline_s:
+                    raise DeadlineExceeded(f"{what} at {self.address}", deadline_s)
+        finally:
+            del self._pending[message.id]
+            future.cancel()
+
+    def send(self, message: Message, arrays: Mapping[str, Array] | None = None) -> None:
+        """Send without expecting an answer; lost if there is no connection."""
+        self._send(encode(message, arrays))
+
+    def _send(self, frames: list[Any]) -> None:
+        try:
+            self._sock.send(frames)
+        except zmq.ZMQError as e:
+            log.debug("to %s dropped: %s", self.address, e)
+
+    async def _receive(self) -> None:
+        greeter = asyncio.create_task(self._greet())
+        try:
+            while True:
+                for frames in await self._sock.receive():
+                    self._dispatch(frames)
+                await asyncio.sleep(0)
+        finally:
+            greeter.cancel()
+
+    async def _greet(self) -> None:
+        while True:
+            if self.server is None and self._refused is None:
+                self._send(encode(self._hello))
+            await asyncio.sleep(_HELLO_EVERY_S)
+
+    def _dispatch(self, frames: list[bytes]) -> None:
+        try:
+            message, arrays = self._decoder.decode(frames)
+        except WireError as e:
+            log.warning("from %s: %s", self.address, e)
+            return
+        match message:
+            case Welcome():
+                if self.server is None or self.server.incarnation != message.incarnation:
+                    self.server = message
+                    self._welcomed.set()
+                    for _, pending in list(self._pending.values()):
+                        self._send(pending)
+            case HelloRequired():
+                self.server = None
+                self._send(encode(self._hello))
+            case Refuse() if message.cause == self._hello.id:
+                self._refused = message
+                self._welcomed.set()
+            case _:
+                waiting = self._pending.get(message.cause)
+                if waiting is not None and not waiting[0].done():
+                    waiting[0].set_result((message, arrays))
+                elif self._on_push is not None:
+                    self._on_push(message, arrays)
+
+    def close(self) -> None:
+        self._task.cancel()
+        self._sock.close()

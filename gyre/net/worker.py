@@ -1,0 +1,105 @@
+"""One process of a run, as its signals and its coordinator see it.
+
+Invariants
+- The first SIGINT or SIGTERM, or the coordinator's `Stop`, sets `stop`: the process ends in order. A second signal ends it at once.
+- After an orderly stop the exit code is 130 or 143 when a signal asked for it, 0 when the coordinator did.
+- Losing the coordinator changes nothing, since nothing but launching and roles depends on it; but a worker that hears none for the grace time
+  ends in order, so that none is left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import traceback
+from types import TracebackType
+from typing import Final
+
+from gyre.net.sockets import Client, mint
+from gyre.wire.codec import Arrays
+from gyre.wire.messages import FromCoord, Message, Stop, WorkerStatus
+
+log = logging.getLogger(__name__)
+
+_HEARTBEAT_S: Final = 1.0
+
+
+class Worker:
+    """Async context of a process's whole life."""
+
+    def __init__(self, coord: str | None, *, kind: str, name: str, run_id: str, grace_s: float = 600.0) -> None:
+        self.kind, self.name = kind, name
+        self.incarnation = os.urandom(6).hex()
+        self.stop: asyncio.Event
+        self.exit_code = 0
+        self._coord, self._run_id = coord, run_id
+        self._client: Client | None = None
+        self._status: tuple[str, str, dict[str, float]] = ("starting", "", {})
+        self._beat: asyncio.Task[None] | None = None
+        self._grace_s = grace_s
+        self._heard = 0.0
+
+    def status(self, phase: str, detail: str = "", **gauges: float) -> None:
+        """What this process does now, for the live view; sent with the next heartbeat, or at once when the phase changes."""
+        changed = phase != self._status[0]
+        self._status = (phase, detail, gauges)
+        if changed:
+            self._send()
+
+    def _send(self) -> None:
+        if self._client is not None:
+            phase, detail, gauges = self._status
+            self._client.send(WorkerStatus(id=mint(), phase=phase, detail=detail, gauges=gauges))
+
+    async def __aenter__(self) -> Worker:
+        self.stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        if self._coord is not None:
+            self._client = Client.connect(
+                self._coord,
+                FromCoord,
+                kind=self.kind,
+                name=self.name,
+                incarnation=self.incarnation,
+                run_id=self._run_id,
+                on_push=self._on_push,
+            )
+            self._heard = loop.time()
+            self._beat = asyncio.create_task(self._heartbeat())
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None and not isinstance(error, asyncio.CancelledError):
+            last = traceback.format_exception_only(error)[-1].strip()
+            self.status("failed", last)
+        if self._beat is not None:
+            self._beat.cancel()
+        if self._client is not None:
+            self._client.close()
+
+    def _on_signal(self, number: int) -> None:
+        if self.stop.is_set():
+            os._exit(128 + number)
+        log.info("%s: stopping in order; again to stop at once", signal.Signals(number).name)
+        self.exit_code = 128 + number
+        self.stop.set()
+
+    def _on_push(self, message: Message, arrays: Arrays) -> None:
+        self._heard = asyncio.get_running_loop().time()
+        if isinstance(message, Stop):
+            if not self.stop.is_set():
+                log.info("stop: %s", message.reason)
+            self.stop.set()
+
+    async def _heartbeat(self) -> None:
+        while True:
+            self._send()
+            silent_s = asyncio.get_running_loop().time() - self._heard
+            if silent_s > self._grace_s and not self.stop.is_set():
+                log.warning("no coordinator for %.0f s: ending", silent_s)
+                self.stop.set()
+            await asyncio.sleep(_HEARTBEAT_S)

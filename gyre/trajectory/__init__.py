@@ -1,0 +1,1 @@
+"""Pure: from the calls of an execution to the trajectories trained."""

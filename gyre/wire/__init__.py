@@ -1,0 +1,1 @@
+"""What processes say to one another: typed messages, their codec, their bulk arrays."""

@@ -1,0 +1,487 @@
+"""Every message of gyre, one union per socket direction (the table `DIRECTIONS` at the end).
+
+Invariants
+- Each message has `id` (minted by its sender) and `cause` (the id of the message that led to it, "" at the start of a story). A reply's cause
+  is its request's id; a push has the cause of what triggered it.
+- A message is one MessagePack map with the tag `op`; fields unknown to a reader are ignored, missing optional ones take their default. So fields are
+  only ever added, with defaults: the golden bytes in tests/wire decode for ever.
+- Bulk arrays never enter the map. A class that has them names them, with their element type, in `ARRAYS`; they follow as raw frames.
+- `WIRE_VERSION` is agreed once, in `Hello`.
+
+Requests are idempotent: a client that saw no answer sends the same message again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Final
+
+import msgspec
+
+from gyre.types import (
+    CallRecord,
+    Ending,
+    GraphNode,
+    PackedTrajectory,
+    Sampling,
+    TensorSpec,
+    Ticket,
+    TrajectoryMeta,
+    Version,
+)
+
+WIRE_VERSION: Final = 1
+
+
+class Message(msgspec.Struct, tag_field="op", tag=str, frozen=True, kw_only=True):
+    """Base of all messages."""
+
+    ARRAYS: ClassVar[dict[str, str]] = {}
+
+    id: str
+    cause: str = ""
+
+
+# --- any client -> any server ------------------------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """First message on a connection, and again whenever a server says `HelloRequired`."""
+
+    wire_version: int
+    kind: str  # buffer | sandbox | rollout | train | coord | observer
+    name: str
+    incarnation: str  # one life of the sender's process
+    run_id: str = ""  # "" : whatever run the server has
+    host: str = ""
+    pid: int = 0
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """The connection stands. `incarnation` is the server's: a new one means that it was restarted."""
+
+    wire_version: int
+    run_id: str
+    incarnation: str
+
+
+class Refuse(Message, frozen=True, kw_only=True):
+    """The request, or the connection, is refused for good. `stale` says that a newer term or epoch exists."""
+
+    reason: str
+    stale: bool = False
+
+
+class HelloRequired(Message, frozen=True, kw_only=True):
+    """The server was restarted and does not know this client: say hello, then repeat the request."""
+
+
+class Ack(Message, frozen=True, kw_only=True):
+    """Done, and durable where the request changed the ledger."""
+
+
+class Note(Message, frozen=True, kw_only=True):
+    """An event for the run's event log, from a process that is not the buffer. Answered by `Ack`."""
+
+    event: str
+    fields: dict[str, Any] = {}
+
+
+# --- gyre-sandbox -> gyre-buffer ---------------------------------------------------------------------------------------------------------
+
+
+class LeaseTickets(Message, frozen=True, kw_only=True):
+    """Ask for up to `n` tickets; answered by `Tickets` when there are some, or empty after `wait_s`."""
+
+    n: int
+    wait_s: float
+
+
+class Tickets(Message, frozen=True, kw_only=True):
+    """Leased tickets. `finished`: the run needs no more rollouts, the sandbox may end."""
+
+    tickets: list[Ticket]
+    finished: bool = False
+
+
+class LeaseRef(msgspec.Struct, frozen=True, array_like=True):
+    """A lease: the rollout and the epoch of its ticket."""
+
+    rollout_id: str
+    epoch: int
+
+
+class RenewLeases(Message, frozen=True, kw_only=True):
+    """Heartbeat for all leases held; answered by `LeasesRenewed`."""
+
+    leases: list[LeaseRef]
+
+
+class LeasesRenewed(Message, frozen=True, kw_only=True):
+    """`lost` are leases that expired or were re-issued: stop those rollouts, their results would be refused."""
+
+    lost: list[LeaseRef]
+
+
+class GradingStarted(Message, frozen=True, kw_only=True):
+    """The agent of this rollout is dead and its workspace is being graded. Answered by `Ack` or `Refuse`."""
+
+    rollout_id: str
+    epoch: int
+
+
+class RolloutEnded(Message, frozen=True, kw_only=True):
+    """One execution's outcome with its prefix graph. Answered by `Ack` once durable, or `Refuse` (stale epoch).
+
+    Arrays are over all nodes' tokens in node order; `logprobs` is NaN and `versions` -1 where a token was not sampled.
+    """
+
+    ARRAYS: ClassVar[dict[str, str]] = {"token_ids": "i32", "logprobs": "f32", "versions": "i32"}
+
+    rollout_id: str
+    epoch: int
+    ending: Ending
+    reward: float | None = None
+    rewards: dict[str, float] = {}
+    detail: str = ""
+    harness: str = ""
+    harness_exit: int | None = None
+    nodes: list[GraphNode] = []
+    calls: list[CallRecord] = []
+    trajectories: list[TrajectoryMeta] = []
+    cells: list[str] = []
+    seconds: dict[str, float] = {}  # by phase: setup, harness, model, grade
+
+
+# --- gyre-train -> gyre-buffer -----------------------------------------------------------------------------------------------------------
+
+
+class AcquireTerm(Message, frozen=True, kw_only=True):
+    """A core starts from a checkpoint at `step` and asks for a new term; steps above it are replayed. Answered by `TermGranted`."""
+
+    cell: str
+    step: int
+
+
+class TermGranted(Message, frozen=True, kw_only=True):
+    """`term` is the highest ever granted; every later message of the core carries it. `total_steps` is where the run ends."""
+
+    term: int
+    step: int
+    total_steps: int
+
+
+class ClaimMicroStep(Message, frozen=True, kw_only=True):
+    """Claim a micro-step of `step` (the number the optimizer step will have: committed + 1); waits up to `wait_s`."""
+
+    term: int
+    step: int
+    cell: str
+    incarnation: str
+    wait_s: float
+
+
+class MicroStepClaimed(Message, frozen=True, kw_only=True):
+    """A pack of trajectories; arrays are the trajectories' tokens one behind the other. The claim is a lease of `lease_ttl_s`.
+
+    `logprobs` is NaN and `versions` -1 where `loss_mask` is 0 for want of sampling.
+    """
+
+    ARRAYS: ClassVar[dict[str, str]] = {"token_ids": "i32", "loss_mask": "i8", "logprobs": "f32", "versions": "i32"}
+
+    micro_step_id: str
+    step: int
+    lease_ttl_s: float
+    trajectories: list[PackedTrajectory]
+
+
+class NothingToClaim(Message, frozen=True, kw_only=True):
+    """No micro-step now. `drained`: the step has all its groups and every micro-step is claimed or accumulated; seal it. Else `waiting_for` says."""
+
+    drained: bool
+    waiting_for: str = ""
+
+
+class RenewClaims(Message, frozen=True, kw_only=True):
+    """Heartbeat for a cell's claims. Answered by `Ack`, or `Refuse(stale)` when the incarnation was voided."""
+
+    term: int
+    cell: str
+    incarnation: str
+
+
+class Accumulated(Message, frozen=True, kw_only=True):
+    """The gradients of this micro-step are in the accumulator of (cell, incarnation, step). Answered by `Ack` or `Refuse(stale)`."""
+
+    term: int
+    step: int
+    micro_step_id: str
+    cell: str
+    incarnation: str
+
+
+class SealStep(Message, frozen=True, kw_only=True):
+    """No claims after this. Answered by `Manifest` once nothing is outstanding, or `NothingToClaim(drained=False)` after `wait_s`."""
+
+    term: int
+    step: int
+    wait_s: float
+
+
+class ManifestEntry(msgspec.Struct, frozen=True):
+    """What one cell's accumulator holds."""
+
+    cell: str
+    incarnation: str
+    micro_steps: list[str]
+
+
+class StepStats(msgspec.Struct, frozen=True):
+    """What the ledger knows about a step's groups. Rewards are over graded executions, staleness over groups."""
+
+    groups: int
+    executions: int  # graded, those without a trainable token included: the denominator of the two-level mean
+    trajectories: int
+    tokens: int
+    trainable_tokens: int
+    reward_mean: float | None
+    staleness_mean: float | None
+    staleness_p95: float | None
+    staleness_max: float | None
+    staleness_interpolated: float | None
+    staleness_predicted: float | None
+    discarded_groups: int  # groups this step closed without
+    uniform_groups: int  # groups whose rewards are all equal
+
+
+class Manifest(Message, frozen=True, kw_only=True):
+    """What the sealed step consists of; `hash` names exactly this content in the commit."""
+
+    term: int
+    step: int
+    entries: list[ManifestEntry]
+    stats: StepStats
+    hash: str
+
+
+class CommitStep(Message, frozen=True, kw_only=True):
+    """The core has updated. Idempotent by (term, step, hash). `metrics` goes to the event log. Answered by `Ack` or `Refuse`."""
+
+    term: int
+    step: int
+    hash: str
+    metrics: dict[str, float | None]
+
+
+class Published(Message, frozen=True, kw_only=True):
+    """Engines named in `cells` acknowledged this version: it is the policy. Answered by `Ack` once durable."""
+
+    version: Version
+    cells: list[str]
+    seconds: float
+
+
+class CheckpointSaved(Message, frozen=True, kw_only=True):
+    """A checkpoint at `step` is complete on disk: payloads consumed up to it may go. Answered by `Ack`."""
+
+    term: int
+    step: int
+    path: str
+
+
+# --- observers (gyre-coord, gyre-dump --follow, gyre-top) <-> gyre-buffer ----------------------------------------------------------------
+
+
+class Subscribe(Message, frozen=True, kw_only=True):
+    """Push `Counters` at every change (at most each `min_interval_s`), and events if asked. Answered at once by `Counters`."""
+
+    events: bool = False
+    min_interval_s: float = 0.2
+
+
+class Counters(Message, frozen=True, kw_only=True):
+    """The buffer's snapshot. The values of `states` add up to `admitted`, always."""
+
+    seq: int
+    admitted: int
+    states: dict[str, int]
+    water_level: int
+    step: int
+    total_steps: int
+    published: Version
+    term: int
+    groups_open: int  # admitted and not yet taken by a step
+    eval_outstanding: int
+    finished: bool  # all steps committed, the last policy published, its evaluation graded
+    failure: str = ""  # not "": the run cannot go on, and why
+
+
+class Events(Message, frozen=True, kw_only=True):
+    """New lines of the event log, as JSON text without newlines."""
+
+    lines: list[str]
+
+
+# --- gyre-sandbox (gateway) <-> gyre-rollout ---------------------------------------------------------------------------------------------
+
+
+class Generate(Message, frozen=True, kw_only=True):
+    """Continue `prompt_ids`. Answered by `Generated`, or `EngineRefuse` at once.
+
+    A continuation of a request that another engine gave back sends the tokens it already has at the end of `prompt_ids`, their number in `drawn`
+    (the sampling state: draw number k of a request depends on `seed` and k alone), the remaining budget in `sampling.max_tokens`, and the
+    version of its last token in `min_version`.
+    """
+
+    ARRAYS: ClassVar[dict[str, str]] = {"prompt_ids": "i32"}
+
+    request_id: str
+    rollout_id: str
+    min_version: Version
+    sampling: Sampling
+    seed: int
+    drawn: int = 0
+    stop_ids: list[int] = []  # beside the model's own end-of-turn ids
+
+
+class Abort(Message, frozen=True, kw_only=True):
+    """End a request now: it is answered by `Generated(finish_reason="abort")` with the tokens it has. Unknown requests are ignored."""
+
+    request_id: str
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [start, end) of a completion were sampled by `version`."""
+
+    version: Version
+    start: int
+    end: int
+
+
+class Generated(Message, frozen=True, kw_only=True):
+    """Sampled tokens with the log-prob of each under the distribution it was drawn from. `cell` names the engine."""
+
+    ARRAYS: ClassVar[dict[str, str]] = {"token_ids": "i32", "logprobs": "f32"}
+
+    request_id: str
+    finish_reason: str  # stop | length | abort | context
+    spans: list[VersionSpan]
+    cell: str
+
+
+class EngineRefuse(Message, frozen=True, kw_only=True):
+    """The engine does not take this request: full | closing | behind (its version is too old) | context (prompt too long) | error."""
+
+    request_id: str
+    reason: str
+    detail: str = ""
+    context_limit: int = 0
+
+
+class Ping(Message, frozen=True, kw_only=True):
+    """Which of my requests do you hold? Answered by `Pong`."""
+
+
+class Pong(Message, frozen=True, kw_only=True):
+    """The engine's state: requests of the asking client that are in flight, its version (null until it acknowledged one), room for more."""
+
+    incarnation: str
+    cell: str
+    version: Version | None
+    request_ids: list[str]
+    free_slots: int
+    context_limit: int
+
+
+# --- gyre-rollout <-> gyre-train (weights) -----------------------------------------------------------------------------------------------
+
+
+class WatchPolicy(Message, frozen=True, kw_only=True):
+    """An engine asks to be told of every policy. Answered at once, and then at every publication, by `PolicyAvailable`."""
+
+    cell: str
+    have: Version | None = None
+
+
+class PolicyAvailable(Message, frozen=True, kw_only=True):
+    """A snapshot to pull: its tensors and its bytes, chunk by chunk."""
+
+    version: Version
+    tensors: list[TensorSpec]
+    nbytes: int
+    checksum: str  # blake2b-128 of all bytes, hex
+
+
+class PullChunk(Message, frozen=True, kw_only=True):
+    """Ask for bytes [offset, offset + nbytes) of a snapshot. Answered by `Chunk`, or `SnapshotGone`."""
+
+    version: Version
+    offset: int
+    nbytes: int
+
+
+class Chunk(Message, frozen=True, kw_only=True):
+    """Bytes of a snapshot."""
+
+    ARRAYS: ClassVar[dict[str, str]] = {"data": "u8"}
+
+    version: Version
+    offset: int
+
+
+class SnapshotGone(Message, frozen=True, kw_only=True):
+    """That snapshot was replaced and its lease ran out: pull `latest` instead."""
+
+    latest: Version
+
+
+class PolicyLoaded(Message, frozen=True, kw_only=True):
+    """The engine serves this version from now on. Answered by `Ack`."""
+
+    version: Version
+    cell: str
+    seconds: float
+
+
+# --- workers <-> gyre-coord --------------------------------------------------------------------------------------------------------------
+
+
+class WorkerStatus(Message, frozen=True, kw_only=True):
+    """A worker's heartbeat: what it does, with gauges for the live view. Answered by `Ack`."""
+
+    phase: str  # starting | ready | working | draining | failed
+    detail: str = ""
+    gauges: dict[str, float] = {}
+
+
+class Stop(Message, frozen=True, kw_only=True):
+    """End in order, exit 0."""
+
+    reason: str
+
+
+ToBuffer = (
+    Hello | Note | LeaseTickets | RenewLeases | GradingStarted | RolloutEnded
+    | AcquireTerm | ClaimMicroStep | RenewClaims | Accumulated | SealStep | CommitStep | Published | CheckpointSaved
+    | Subscribe
+)  # fmt: skip
+FromBuffer = (
+    Welcome | Refuse | HelloRequired | Ack | Tickets | LeasesRenewed
+    | TermGranted | MicroStepClaimed | NothingToClaim | Manifest | Counters | Events
+)  # fmt: skip
+ToRollout = Hello | Generate | Abort | Ping
+FromRollout = Welcome | Refuse | HelloRequired | Generated | EngineRefuse | Pong
+ToTrain = Hello | WatchPolicy | PullChunk | PolicyLoaded
+FromTrain = Welcome | Refuse | HelloRequired | Ack | PolicyAvailable | Chunk | SnapshotGone
+ToCoord = Hello | Note | WorkerStatus
+FromCoord = Welcome | Refuse | HelloRequired | Ack | Stop
+
+DIRECTIONS: Final[dict[str, Any]] = {
+    "any -> gyre-buffer": ToBuffer,
+    "gyre-buffer -> any": FromBuffer,
+    "gyre-sandbox -> gyre-rollout": ToRollout,
+    "gyre-rollout -> gyre-sandbox": FromRollout,
+    "gyre-rollout -> gyre-train": ToTrain,
+    "gyre-train -> gyre-rollout": FromTrain,
+    "any worker -> gyre-coord": ToCoord,
+    "gyre-coord -> any worker": FromCoord,
+}

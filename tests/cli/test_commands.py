@@ -1,0 +1,71 @@
+"""Commands from outside: light help, exit codes, streams."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SCRIPTS: dict[str, str] = PROJECT["project"]["scripts"]
+HEAVY = {"torch", "transformers", "numpy", "zmq", "docker", "tokenizers", "jinja2", "vllm", "rich.live", "sqlite3"}
+
+
+def module(script: str) -> str:
+    return SCRIPTS[script].partition(":")[0]
+
+
+def run(*argv: str, **kw: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *argv], capture_output=True, text=True, timeout=120, check=False, **kw)  # type: ignore[call-overload,no-any-return]
+
+
+def test_one_file_per_command_and_every_package_listed() -> None:
+    files = {p.stem for p in (ROOT / "commands").glob("*.py")} - {"__init__"}
+    assert {module(s).removeprefix("gyre_commands.") for s in SCRIPTS} == files
+    assert {s.removeprefix("gyre-") for s in SCRIPTS} == files
+    tree = {str(p.parent.relative_to(ROOT)).replace("/", ".") for p in (ROOT / "gyre").rglob("__init__.py")}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == tree | {"gyre_commands"}
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS))
+def test_help_is_light(script: str) -> None:
+    code = f"import sys; from {module(script)} import main\ntry: main(['--help'])\nexcept SystemExit: print('LOADED', *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    usage, _, loaded = done.stdout.partition("LOADED")
+    assert usage.startswith("Usage: ")
+    assert not HEAVY & set(loaded.split())
+
+
+@pytest.mark.parametrize("kind", ["buffer", "sandbox", "rollout", "train"])
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--config", "nowhere.toml"], "error: nowhere.toml: no such file; give the path of a run.toml to --config"),
+        (["--set", "train.lrr=1"], "error: --set: train.lrr: unknown key; did you mean train.lr?"),
+        (["--set", "train.steps=many"], "error: --set: train.steps: expected `int`, got `str`; give integer"),
+    ],
+)
+def test_bad_configuration_is_one_line_and_2(kind: str, options: list[str], line: str, tmp_path: Path) -> None:
+    done = run(f"gyre_commands.{kind}", "--run", str(tmp_path / "r"), *options, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line + "\n")
+
+
+def test_print_config_says_origins_and_check_is_quiet(tmp_path: Path) -> None:
+    done = run("gyre_commands.train", "--run", str(tmp_path), "--steps", "7", "--print-config")
+    assert done.returncode == 0 and "steps = 7  # flag\n" in done.stdout and "lr = 1e-6  # default\n" in done.stdout
+    done = run("gyre_commands.train", "--run", str(tmp_path), "--check")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "configuration ok\n")
+
+
+def test_unwritable_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    hosts = tmp_path / "hosts.txt"
+    hosts.write_text("buffer localhost\ntrain-cell localhost\nrollout-cell localhost\nsandbox localhost\n")
+    for argv in (["gyre_commands.buffer"], ["gyre_commands.coord", "--cells", str(hosts)]):
+        done = run(*argv, "--run", str(tmp_path / "file" / "run"))
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert done.stderr.startswith("error: --run: ") and "not writable" in done.stderr
