@@ -1,0 +1,175 @@
+"""The durable ledger of a run: `ledger.db` (SQLite, WAL, synchronous=FULL) and `payload/`. Only gyre-buffer writes it.
+
+Invariants
+- `commit` returns when everything given to it is on disk: payload records are synced first, then the rows that point at them are committed together
+  with the event lines, in one transaction. A kill at any moment loses nothing of a batch whose `commit` returned, and leaves nothing of another.
+- Event lines travel through the table `outbox`: what the file lacks after a kill is written at the next start, nothing twice.
+- One process at a time: a lock beside the ledger, held for life, which names its holder's pid. No network file system, whose locks and syncs lie.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from gyre.errors import Busy, UsageError
+from gyre.events import EventWriter
+from gyre.wire.arrays import Array
+from gyre.wire.messages import RolloutEnded
+from gyre.wire.payload import record
+from gyre.wire.rows import INDICES, OUTBOX, ROWS, Codec, MicroStepRow, RolloutRow, Row
+from gyre.wire.segments import SegmentReader, SegmentWriter
+
+_NETWORK: Final = frozenset(
+    (
+        "nfs", "nfs4", "cifs", "smb2", "smb3", "smbfs", "ncpfs", "afs", "ceph", "glusterfs", "lustre", "gpfs", "beegfs", "orangefs", "pvfs2", "ocfs2",
+        "gfs2", "panfs", "fuse.ceph", "fuse.cephfs", "fuse.glusterfs", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.juicefs",
+    )
+)  # fmt: skip
+_SYNC_EVENTS_S: Final = 2.0
+
+
+def file_system(path: Path, mountinfo: str | None = None) -> str:
+    """The type of the file system that holds `path`, from the text of /proc/self/mountinfo; "" where that cannot be told."""
+    if mountinfo is None:
+        try:
+            mountinfo = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+    where, best, kind = path.resolve(), -1, ""
+    for line in mountinfo.splitlines():
+        left, separator, right = line.partition(" - ")
+        fields = left.split()
+        if not separator or len(fields) < 5:
+            continue
+        mount = Path(fields[4].replace("\\040", " "))
+        if (where == mount or mount in where.parents) and len(mount.parts) >= best:
+            best, kind = len(mount.parts), right.split()[0]
+    return kind
+
+
+def refuse_network(path: Path, kind: str) -> None:
+    """Raise `UsageError` when `kind` is a network file system."""
+    if kind in _NETWORK:
+        raise UsageError(
+            str(path), f"lies on a network file system ({kind}), where locks and syncs are not to be trusted", "give --run on a local disk"
+        )
+
+
+def _lock(run_dir: Path) -> int:
+    path = run_dir / "ledger.lock"
+    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(fd)
+        raise Busy(f"{run_dir}: another gyre-buffer (pid {holder}) has this run; stop it or give another --run") from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+class Ledger:
+    """Opened once per life of the buffer; see the module."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Open or create. Raises `UsageError` (unwritable, network file system) and `Busy` (held by another process)."""
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            refuse_network(run_dir, file_system(run_dir))
+            self._lock = _lock(run_dir)
+        except OSError as e:
+            raise UsageError(str(run_dir), f"the run directory cannot be written ({e.strerror})", "make it writable or give another --run") from None
+        try:
+            self._open(run_dir)
+        except (OSError, sqlite3.Error) as e:
+            os.close(self._lock)
+            raise UsageError(str(run_dir / "ledger.db"), f"cannot be opened ({e})", "mend it or give another --run") from None
+
+    def _open(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._codecs: dict[type[Row], Codec[Any]] = {row: Codec(row) for row in ROWS}
+        self._db = sqlite3.connect(run_dir / "ledger.db", isolation_level=None, check_same_thread=False)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=FULL")
+        self._db.execute("PRAGMA wal_autocheckpoint=4000")
+        self._db.execute("BEGIN IMMEDIATE")
+        for codec in self._codecs.values():
+            self._db.execute(codec.create)
+            self._add_columns(codec)
+        for statement in (*INDICES, OUTBOX):
+            self._db.execute(statement)
+        self._db.execute("COMMIT")
+        self._writer = SegmentWriter(run_dir / "payload")
+        self._reader = SegmentReader(run_dir / "payload")
+        self._events = EventWriter(run_dir / "events.jsonl")
+        self._events.replay(self._db.execute("SELECT seq, line FROM outbox ORDER BY seq"))
+        last: int | None = self._db.execute("SELECT max(seq) FROM outbox").fetchone()[0]
+        self.next_seq = max(self._events.last_seq, -1 if last is None else last) + 1
+        self._synced_at = 0.0
+        self._unsynced = True
+
+    def _add_columns(self, codec: Codec[Any]) -> None:
+        """Give an older ledger's table the columns that were added since."""
+        have = {r[1] for r in self._db.execute(f"PRAGMA table_info({codec.row.TABLE})")}
+        for name, definition in codec.definitions.items():
+            if name not in have:
+                self._db.execute(f"ALTER TABLE {codec.row.TABLE} ADD COLUMN {definition}")
+
+    def rows(self) -> Iterator[Row]:
+        """All rows that a machine is built from; micro-steps of committed steps stay on disk."""
+        for row, codec in self._codecs.items():
+            where = "WHERE state != 'committed'" if row is MicroStepRow else ""
+            yield from codec.select(self._db, where)
+
+    def store(self, row: RolloutRow, message: RolloutEnded, arrays: Mapping[str, Array]) -> None:
+        """Append an execution's payload and write its place into the row. Durable at the next commit."""
+        place = self._writer.append(record(message, arrays))
+        row.segment, row.offset, row.length = place.segment, place.offset, place.length
+
+    @property
+    def payloads(self) -> SegmentReader:
+        return self._reader
+
+    def commit(self, puts: Mapping[Any, Row], drops: Sequence[Row], lines: list[tuple[int, str]]) -> None:
+        """Make a batch durable, then append its event lines to the log."""
+        self._writer.sync()
+        if puts or drops or lines:
+            self._db.execute("BEGIN IMMEDIATE")
+            tables: dict[type[Row], list[Row]] = {}
+            for row in puts.values():
+                tables.setdefault(type(row), []).append(row)
+            for table, rows in tables.items():
+                codec = self._codecs[table]
+                self._db.executemany(codec.put, [codec.values(r) for r in rows])
+            for row in drops:
+                codec = self._codecs[type(row)]
+                self._db.execute(codec.drop, codec.key(row))
+            if lines:
+                self._db.executemany("INSERT OR REPLACE INTO outbox VALUES (?, ?)", lines)
+            self._trim()
+            self._db.execute("COMMIT")
+        self._events.write(lines)
+        self._unsynced = self._unsynced or bool(lines)
+
+    def _trim(self) -> None:
+        """Now and then, inside a transaction: what is safe in the event log leaves the outbox."""
+        if self._unsynced and time.monotonic() - self._synced_at > _SYNC_EVENTS_S:
+            self._events.sync()
+            self._db.execute("DELETE FROM outbox WHERE seq <= ?", (self._events.last_seq,))
+            self._synced_at, self._unsynced = time.monotonic(), False
+
+    def close(self) -> None:
+        self._writer.close()
+        self._reader.close()
+        self._events.sync()
+        self._db.execute("DELETE FROM outbox WHERE seq <= ?", (self._events.last_seq,))
+        self._db.close()
+        self._events.close()
+        os.close(self._lock)

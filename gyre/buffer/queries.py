@@ -1,0 +1,92 @@
+"""From a task set to the stream of queries: seeded, endless or of so many epochs.
+
+Invariants
+- Query number i of a run is a pure function of (tasks, seed, i): each epoch is a permutation of all tasks, drawn from (seed, epoch).
+- The same task in two epochs is two queries, hence two groups.
+- Every seed derives from `run.seed` and what it is for; a ticket issued again keeps its seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import tomllib
+from pathlib import Path
+
+import msgspec
+
+from gyre.errors import UsageError
+
+
+class Task(msgspec.Struct, frozen=True):
+    """A Harbor task directory. `kind` is `[metadata] kind` of its task.toml, "" if there is none."""
+
+    path: str
+    kind: str = ""
+
+
+class TaskSet(msgspec.Struct, frozen=True):
+    """What a run trains and evaluates on."""
+
+    train: tuple[Task, ...]
+    heldout: tuple[Task, ...] = ()
+
+
+def derive_seed(*parts: object) -> int:
+    """63 bits of blake2b over the parts."""
+    text = "\x1f".join(str(p) for p in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+
+class QueryStream:
+    """The queries of a run by number. `epochs` 0 has no end."""
+
+    def __init__(self, tasks: tuple[Task, ...], seed: int, epochs: int) -> None:
+        self._tasks = tasks
+        self._seed = seed
+        self.total: int | None = len(tasks) * epochs if epochs else None
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    def left(self, drawn: int) -> int | None:
+        """Queries after the first `drawn`; None without end."""
+        return None if self.total is None else max(0, self.total - drawn)
+
+    def query(self, number: int) -> tuple[Task, int]:
+        """The task of query `number` and its epoch."""
+        epoch, position = divmod(number, len(self._tasks))
+        if self._order[0] != epoch:
+            order = list(range(len(self._tasks)))
+            random.Random(derive_seed(self._seed, "epoch", epoch)).shuffle(order)
+            self._order = (epoch, order)
+        return self._tasks[self._order[1][position]], epoch
+
+
+def load_tasks(directory: str, key: str) -> tuple[Task, ...]:
+    """The task directories under `directory`, or itself if it is one, sorted by name. Raises `UsageError` naming `key`."""
+    root = Path(directory)
+    if not root.is_dir():
+        raise UsageError(directory or "configuration", "no such task directory", f"set {key} to a directory of Harbor tasks", key)
+    found = [root] if (root / "task.toml").is_file() else sorted(d for d in root.iterdir() if (d / "task.toml").is_file())
+    if not found:
+        raise UsageError(directory, "holds no task (a directory with task.toml)", f"set {key} to a directory of Harbor tasks", key)
+    return tuple(_load(d) for d in found)
+
+
+def _load(directory: Path) -> Task:
+    file = directory / "task.toml"
+    for needed in ("instruction.md", "tests/test.sh"):
+        if not (directory / needed).is_file():
+            raise UsageError(str(directory), f"has no {needed}", "add it, or take the directory out of the task set")
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+        raise UsageError(str(file), f"cannot be read ({e})", "mend it, or take the task out of the task set") from None
+    metadata = data.get("metadata")
+    kind = metadata.get("kind", "") if isinstance(metadata, dict) else ""
+    return Task(str(directory), str(kind))
+
+
+def load_task_set(train: str, heldout: str, eval_tasks: int) -> TaskSet:
+    """Training tasks and the first `eval_tasks` held-out ones (0: all)."""
+    held = load_tasks(heldout, "tasks.heldout") if heldout else ()
+    return TaskSet(load_tasks(train, "tasks.train"), held[:eval_tasks] if eval_tasks else held)

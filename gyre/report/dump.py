@@ -1,0 +1,100 @@
+"""A run's records as a stream: what to read, which fields, in which bytes.
+
+`follow` yields the records of each step once it is committed, until the run is finished: what it has yielded never changes any more.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from gyre.errors import UsageError
+from gyre.report.read import Record, RunReader, Selection
+
+KINDS: Final = ("trajectories", "rollouts", "groups", "calls", "steps", "queries", "evals", "events")
+FORMATS: Final[dict[str, Callable[[Record], bytes]]] = {
+    "jsonl": lambda r: msgspec.json.encode(r) + b"\n",
+    "msgpack": msgspec.msgpack.encode,  # one map after the other: read them with msgpack.Unpacker
+}
+_POLL_S: Final = 0.5
+_ARRAYS: Final = ("token_ids", "loss_mask", "logprobs", "versions", "prompt_ids")
+
+
+def parse_steps(text: str | None) -> tuple[int | None, int | None]:
+    """ "A:B" (half-open, either side may be left out) or "A" to (first, last) inclusive. Raises `UsageError`."""
+    if text is None:
+        return None, None
+    first, colon, last = text.partition(":")
+    try:
+        lo = int(first) if first else 1
+        hi = (int(last) - 1 if last else None) if colon else lo
+    except ValueError:
+        raise UsageError("--step", f"{text!r} is no range of steps", "write A:B, A: or A") from None
+    return lo, hi
+
+
+def records(reader: RunReader, kind: str, selection: Selection, *, tokens: bool) -> Iterator[Record]:
+    """The records of one kind."""
+    match kind:
+        case "trajectories":
+            yield from reader.trajectories(selection, tokens=tokens)
+        case "calls":
+            for record in reader.calls(selection):
+                yield record if tokens else {k: v for k, v in record.items() if k not in _ARRAYS}
+        case "rollouts":
+            yield from reader.rollouts(selection)
+        case "groups":
+            yield from reader.groups(selection)
+        case "steps":
+            yield from reader.steps(selection)
+        case "queries":
+            yield from reader.queries()
+        case "evals":
+            yield from reader.evals()
+        case _:
+            yield from (msgspec.to_builtins(e) for e in reader.events())
+
+
+def follow(run_dir: Path, kind: str, selection: Selection, *, tokens: bool) -> Iterator[Record | None]:
+    """Records as they become final, until the run is finished; None now and then, so that the caller notices a closed pipe."""
+    step = (selection.first_step or 1) - 1
+    seen = 0
+    while True:
+        with RunReader(run_dir) as reader:
+            finished = any(e.kind in ("finished", "failure") for e in reader.events())
+            if kind in ("queries", "evals", "events"):
+                for i, record in enumerate(records(reader, kind, selection, tokens=tokens)):
+                    if i >= seen:
+                        seen += 1
+                        yield record
+            else:
+                last = max((s.step for s in reader.step_rows()), default=0)
+                last = min(last, selection.last_step) if selection.last_step is not None else last
+                if last > step:
+                    yield from records(reader, kind, msgspec.structs.replace(selection, first_step=step + 1, last_step=last), tokens=tokens)
+                    step = last
+        if finished:
+            return
+        yield None
+        time.sleep(_POLL_S)
+
+
+def reader_gone(fd: int) -> bool:
+    """Has the reader of a pipe closed it? Writing would tell too, but there may be nothing to write for hours."""
+    poll = select.poll()
+    poll.register(fd, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def pick(record: Record, fields: list[str]) -> Record:
+    """Only these fields, in this order. Raises `UsageError` for one the record lacks."""
+    missing = [f for f in fields if f not in record]
+    if missing:
+        raise UsageError("--fields", f"no field {missing[0]!r}", f"the fields are {', '.join(record)}")
+    picked: dict[str, Any] = {f: record[f] for f in fields}
+    return picked

@@ -1,0 +1,321 @@
+"""Read a run directory, live or finished, without ever writing to it.
+
+Invariants
+- The ledger is opened read-only (SQLite URI `mode=ro`), payloads by position; a run under way can be read, and what is seen was committed.
+- Records are plain dicts of JSON types with a stable order of keys; NaN becomes null. `trajectories` yields "gyre.trajectory/1" as docs name it.
+- Nothing is held in memory beyond one group's rows and one execution's payload.
+
+Not here: formats and output (gyre-dump), figures (gyre-report).
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import sqlite3
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from gyre.errors import UsageError
+from gyre.events import Event, EventReader
+from gyre.rules import staleness
+from gyre.trajectory.flatten import flatten
+from gyre.trajectory.flatten import offsets as starts_of
+from gyre.types import Purpose, RolloutState, TrajectoryMeta
+from gyre.wire import payload
+from gyre.wire.codec import Arrays
+from gyre.wire.messages import RolloutEnded
+from gyre.wire.rows import (
+    Codec,
+    EvalRow,
+    GroupRow,
+    GroupState,
+    MetaRow,
+    PublicationRow,
+    QueryRow,
+    RolloutRow,
+    StepRow,
+)
+from gyre.wire.segments import Place, SegmentReader
+
+TRAJECTORY_SCHEMA: Final = "gyre.trajectory/1"
+
+Record = dict[str, Any]
+
+
+def timestamp(seconds: float | None) -> str | None:
+    """RFC 3339, UTC, with milliseconds."""
+    if seconds is None:
+        return None
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def finite(values: Iterable[float]) -> list[float | None]:
+    return [None if math.isnan(v) else v for v in values]
+
+
+class Selection(msgspec.Struct, frozen=True):
+    """What to read: consuming steps first..last (inclusive; None: all, also unconsumed), one group, one rollout, evaluation too."""
+
+    first_step: int | None = None
+    last_step: int | None = None
+    group_id: str | None = None
+    rollout_id: str | None = None
+    evaluation: bool = False
+
+
+ALL: Final = Selection()
+
+
+class RunReader:
+    """A run directory, read-only. Raises `UsageError` when there is no ledger in it. A context manager."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        path = run_dir / "ledger.db"
+        if not path.is_file():
+            raise UsageError(str(run_dir), "holds no ledger.db", "give the directory of a run")
+        self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None)
+        self._payloads = SegmentReader(run_dir / "payload")
+        self._query, self._group, self._rollout = Codec(QueryRow), Codec(GroupRow), Codec(RolloutRow)
+        self._step, self._publication, self._eval = Codec(StepRow), Codec(PublicationRow), Codec(EvalRow)
+        try:
+            self.meta: MetaRow = next(iter(Codec(MetaRow).select(self._db)), MetaRow())
+        except sqlite3.Error as e:
+            raise UsageError(str(path), f"cannot be read as a ledger ({e})", "give the directory of a run") from None
+
+    def __enter__(self) -> RunReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._payloads.close()
+        self._db.close()
+
+    # --- rows ---
+
+    def query_rows(self) -> Iterator[QueryRow]:
+        return self._query.select(self._db)
+
+    def group_rows(self, selection: Selection = ALL) -> Iterator[GroupRow]:
+        """Groups in the order of admission."""
+        conditions, parameters = _where(selection, group=True)
+        return self._group.select(self._db, conditions, parameters)
+
+    def rollout_rows(self, group_id: str) -> list[RolloutRow]:
+        """Executions of a group (or of an evaluation) by position."""
+        return list(self._rollout.select(self._db, "WHERE group_id = ? ORDER BY position", (group_id,)))
+
+    def step_rows(self) -> Iterator[StepRow]:
+        """Committed steps of the surviving lineage, in order."""
+        return self._step.select(self._db, "WHERE state = 'committed' ORDER BY step")
+
+    def publication_rows(self) -> Iterator[PublicationRow]:
+        return self._publication.select(self._db)
+
+    def eval_rows(self) -> Iterator[EvalRow]:
+        return self._eval.select(self._db, "WHERE void = 0 ORDER BY step")
+
+    def graph(self, row: RolloutRow) -> tuple[RolloutEnded, Arrays] | None:
+        """An execution's prefix graph with its arrays; None if it sent none. Raises `WorkFailed` when the payload is damaged."""
+        if row.segment is None:
+            return None
+        return payload.parse(self._payloads.read(Place(row.segment, row.offset, row.length)))
+
+    # --- records ---
+
+    def queries(self) -> Iterator[Record]:
+        for q in self.query_rows():
+            yield {
+                "schema": "gyre.query/1", "run_id": self.meta.run_id, "query_id": q.query_id, "purpose": q.purpose.value, "task": q.task,
+                "kind": q.kind, "task_epoch": q.task_epoch, "number": q.number,
+            }  # fmt: skip
+
+    def groups(self, selection: Selection = ALL) -> Iterator[Record]:
+        for g in self.group_rows(selection):
+            yield {
+                "schema": "gyre.group/1", "run_id": self.meta.run_id, "query_id": g.query_id, "group_id": g.group_id, "state": g.state.value,
+                "step": _step(g), "version_at_dispatch": g.version_step, "version_at_consumption": _consumed_at(g), "staleness": _staleness(g),
+                "staleness_interpolated": _interpolated(g), "graded": g.graded, "reward_mean": g.reward_mean, "uniform": g.uniform,
+                "reason": g.reason or None, "substitute_for": g.substitute_for or None, "admitted_at": timestamp(g.admitted_at),
+                "ready_at": timestamp(g.ready_at), "taken_at": timestamp(g.taken_at),
+            }  # fmt: skip
+
+    def rollouts(self, selection: Selection = ALL) -> Iterator[Record]:
+        for g, r in self._pairs(selection):
+            yield {**self._head(g, r), **_outcome(r), "version_at_dispatch": r.version_step, "version_at_consumption": _consumed_at(g),
+                   "staleness": _staleness(g), "harness": r.harness, "harness_exit": r.harness_exit, "cells": r.cells, "n_calls": r.n_calls,
+                   "n_tokens": sum(i.n_tokens for i in r.items), "n_trainable": sum(i.n_trainable for i in r.items), "holder": r.holder,
+                   "reissues": r.reissues, "detail": r.detail, "seconds": r.seconds, "version_min": r.version_min, "version_max": r.version_max,
+                   "dispatched_at": timestamp(r.dispatched_at), "leased_at": timestamp(r.leased_at),
+                   "ended_at": timestamp(r.ended_at)}  # fmt: skip
+
+    def trajectories(self, selection: Selection = ALL, *, tokens: bool = True) -> Iterator[Record]:
+        """Trajectories of accepted executions. Without `tokens`, the arrays are left out and no payload is read."""
+        for g, r in self._pairs(selection):
+            if r.state is RolloutState.DISCARDED or not r.items:
+                continue
+            if not tokens:
+                for item in r.items:
+                    yield {**self._trajectory(g, r, item.index), "n_tokens": item.n_tokens, "n_trainable": item.n_trainable, **_times(r)}
+                continue
+            read = self.graph(r)
+            if read is None:
+                continue
+            message, arrays = read
+            offsets = starts_of(message.nodes)
+            for t in message.trajectories:
+                yield self._with_tokens(g, r, t, message, arrays, offsets)
+
+    def calls(self, selection: Selection = ALL) -> Iterator[Record]:
+        """Model calls with the tokens of their prompts and completions: what gyre-graph draws."""
+        for g, r in self._pairs(selection):
+            read = self.graph(r)
+            if read is None:
+                continue
+            message, arrays = read
+            offsets = starts_of(message.nodes)
+            for c in message.calls:
+                path, node = [], c.prompt_node
+                while node >= 0:
+                    path.append(node)
+                    node = message.nodes[node].parent
+                ids, own = arrays["token_ids"], slice(0, 0) if c.node < 0 else slice(offsets[c.node], offsets[c.node + 1])
+                yield {
+                    **self._head(g, r), "call_id": c.call_id, "leaf_class": c.leaf_class.value, "status": c.status.value,
+                    "finish_reason": c.finish_reason, "cell": c.cell, "started_s": c.started_s, "ended_s": c.ended_s, "n_prompt": c.n_prompt,
+                    "n_completion": c.n_completion, "prompt_node": c.prompt_node, "node": c.node,
+                    "prompt_ids": [x for n in reversed(path) for x in ids[offsets[n] : offsets[n + 1]]], "token_ids": list(ids[own]),
+                    "logprobs": finite(arrays["logprobs"][own]), "versions": [v if v >= 0 else None for v in arrays["versions"][own]],
+                }  # fmt: skip
+
+    def steps(self, selection: Selection = ALL) -> Iterator[Record]:
+        """Committed steps with their statistics and the core's metrics."""
+        for s in self.step_rows():
+            if (selection.first_step or 0) <= s.step and (selection.last_step is None or s.step <= selection.last_step):
+                yield {
+                    "schema": "gyre.step/1", "run_id": self.meta.run_id, "step": s.step, "term": s.term, "hash": s.hash, "groups": s.groups,
+                    "micro_steps": s.micro_steps, "stats": s.manifest.get("stats", {}), "metrics": s.metrics, "opened_at": timestamp(s.opened_at),
+                    "sealed_at": timestamp(s.sealed_at), "committed_at": timestamp(s.committed_at),
+                }  # fmt: skip
+
+    def evals(self) -> Iterator[Record]:
+        """Complete evaluations: the fields of the `eval` event, as computed from the ledger."""
+        kinds = {q.query_id: q.kind for q in self.query_rows() if q.purpose is Purpose.EVAL}
+        for e in self.eval_rows():
+            if e.completed_at is None:
+                continue
+            graded = [r for r in self.rollout_rows(e.eval_id) if r.state is not RolloutState.DISCARDED]
+            by_kind: dict[str, list[float]] = {}
+            for r in graded:
+                by_kind.setdefault(kinds.get(r.query_id, ""), []).append(r.reward or 0.0)
+            sampled = [r for r in graded if r.version_min is not None]
+            yield {
+                "schema": "gyre.eval/1", "run_id": self.meta.run_id, "eval_id": e.eval_id, "version": e.step, "term": e.term, "n": e.n,
+                "graded": len(graded), "reward_mean": _mean([r.reward or 0.0 for r in graded]),
+                "by_kind": {k: {"n": len(v), "reward_mean": _mean(v)} for k, v in sorted(by_kind.items()) if k},
+                "version_min": min((r.version_min or 0 for r in sampled), default=None),
+                "version_max": max((r.version_max or 0 for r in sampled), default=None),
+                "issued_at": timestamp(e.issued_at), "completed_at": timestamp(e.completed_at),
+            }  # fmt: skip
+
+    def events(self) -> Iterator[Event]:
+        """The event log, without a torn tail."""
+        return EventReader(self.run_dir / "events.jsonl").events()
+
+    def counts(self) -> dict[str, int]:
+        """Executions by state, and those admitted; evaluation aside."""
+        sql = "SELECT state, count(*) FROM rollouts WHERE purpose = 'train' GROUP BY state"
+        found: dict[str, int] = dict(self._db.execute(sql).fetchall())
+        return {"admitted": sum(found.values()), **{s.value: found.get(s.value, 0) for s in RolloutState}}
+
+    # --- parts ---
+
+    def _pairs(self, selection: Selection) -> Iterator[tuple[GroupRow | None, RolloutRow]]:
+        if selection.rollout_id is not None:
+            for r in self._rollout.select(self._db, "WHERE rollout_id = ?", (selection.rollout_id,)):
+                yield next(self._group.select(self._db, "WHERE group_id = ?", (r.group_id,)), None), r
+            return
+        for g in self.group_rows(selection):
+            for r in self.rollout_rows(g.group_id):
+                yield g, r
+        if selection.evaluation and selection.group_id is None:
+            for e in self.eval_rows():
+                for r in self.rollout_rows(e.eval_id):
+                    yield None, r
+
+    def _head(self, g: GroupRow | None, r: RolloutRow) -> Record:
+        return {
+            "schema": "gyre.rollout/1", "run_id": self.meta.run_id, "query_id": r.query_id, "group_id": r.group_id, "rollout_id": r.rollout_id,
+            "purpose": r.purpose.value, "position": r.position, "task": r.task, "state": r.state.value, "step": _step(g), "epoch": r.epoch,
+        }  # fmt: skip
+
+    def _trajectory(self, g: GroupRow | None, r: RolloutRow, index: int, leaf_class: str | None = None) -> Record:
+        return {
+            "schema": TRAJECTORY_SCHEMA, "run_id": self.meta.run_id, "query_id": r.query_id, "group_id": r.group_id, "rollout_id": r.rollout_id,
+            "trajectory_id": f"{r.rollout_id}.{index}", "step": _step(g), "epoch": r.epoch, "index": index, "n_trajectories": len(r.items),
+            "leaf_class": leaf_class, **_outcome(r), "version_at_dispatch": r.version_step, "version_at_consumption": _consumed_at(g),
+            "staleness": _staleness(g), "harness": r.harness, "cells": r.cells,
+        }  # fmt: skip
+
+    def _with_tokens(self, g: GroupRow | None, r: RolloutRow, t: TrajectoryMeta, message: RolloutEnded, arrays: Arrays, offsets: list[int]) -> Record:
+        flat = flatten(message.nodes, t, arrays, offsets)
+        return {
+            **self._trajectory(g, r, t.index, t.leaf_class.value), "token_ids": flat.token_ids.tolist(), "loss_mask": flat.loss_mask.tolist(),
+            "logprobs": finite(flat.logprobs), "versions": [v if v >= 0 else None for v in flat.versions],
+            "calls": [{"call_id": call_id, "start": start, "end": end} for call_id, start, end in flat.calls],
+            "n_tokens": t.n_tokens, "n_trainable": t.n_trainable, **_times(r),
+        }  # fmt: skip
+
+
+def _where(selection: Selection, *, group: bool) -> tuple[str, tuple[Any, ...]]:
+    conditions: list[str] = []
+    parameters: list[Any] = []
+    if selection.group_id is not None:
+        conditions.append("group_id = ?")
+        parameters.append(selection.group_id)
+    if selection.first_step is not None or selection.last_step is not None:
+        conditions.append("state = 'consumed'")
+    for bound, operator in ((selection.first_step, ">="), (selection.last_step, "<=")):
+        if bound is not None:
+            conditions.append(f"step {operator} ?")
+            parameters.append(bound)
+    return ("WHERE " + " AND ".join(conditions) if conditions else ""), tuple(parameters)
+
+
+def _step(g: GroupRow | None) -> int | None:
+    return g.step if g is not None and g.state is GroupState.CONSUMED else None
+
+
+def _consumed_at(g: GroupRow | None) -> int | None:
+    step = _step(g)
+    return None if step is None else step - 1
+
+
+def _staleness(g: GroupRow | None) -> int | None:
+    at = _consumed_at(g)
+    return None if g is None or at is None else staleness.discrete(at, g.version_step)
+
+
+def _interpolated(g: GroupRow) -> float | None:
+    at = _consumed_at(g)
+    if at is None or g.fraction is None or g.version_next is None:
+        return None
+    return staleness.interpolated(at, g.version_step, g.version_next, g.fraction)
+
+
+def _outcome(r: RolloutRow) -> Record:
+    return {"ending": r.ending.value if r.ending else None, "reward": r.reward, "advantage": r.advantage, "rewards": r.rewards}
+
+
+def _times(r: RolloutRow) -> Record:
+    return {"dispatched_at": timestamp(r.dispatched_at), "ended_at": timestamp(r.ended_at)}
+
+
+def _mean(values: list[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None

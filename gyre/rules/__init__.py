@@ -1,0 +1,1 @@
+"""Pure rules of scheduling: state and time in, decision and reason out."""
