@@ -1,0 +1,1 @@
+"""Executions: backends, tasks, grading and the gateway."""

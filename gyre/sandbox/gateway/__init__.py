@@ -1,0 +1,1 @@
+"""The model endpoint that a harness talks to."""

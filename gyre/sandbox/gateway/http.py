@@ -1,0 +1,200 @@
+"""HTTP/1.1 on a Unix socket: one socket, one rollout.
+
+Invariants
+- The protocol is h11's; here are only the bytes in and out. Connections are kept alive; requests on one are answered one after the other.
+- A client that closes its connection while its request is being handled cancels the handler. That is how a dropped stream is noticed.
+- Heads, bodies and connections are bounded; a request over a bound is answered 413 or 431, a connection over the bound is closed.
+
+What is answered is the application's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import h11
+
+log = logging.getLogger(__name__)
+
+_READ: Final = 1 << 18
+_HEAD_BYTES: Final = 1 << 16
+_CONNECTIONS: Final = 256
+_CLOSE_S: Final = 2.0
+
+
+class Request(NamedTuple):
+    """One request with its whole body."""
+
+    method: str
+    path: str  # without query
+    body: bytes
+
+
+class Response(NamedTuple):
+    """`body` is the whole body, or pieces of it that are sent as they come."""
+
+    status: int
+    content_type: str
+    body: bytes | AsyncGenerator[bytes, None]
+
+
+App = Callable[[Request], Awaitable[Response]]
+
+
+class _Dropped(Exception):
+    """The client closed its connection."""
+
+
+class HttpServer:
+    """Serves one application on one Unix socket."""
+
+    def __init__(self, app: App, body_limit: int) -> None:
+        self._app = app
+        self._body_limit = body_limit
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self._path: Path | None = None
+        self.failure: BaseException | None = None  # a bug in the application: the owner must not overlook it
+
+    async def start(self, path: Path) -> None:
+        """Listen on `path`; every user may connect, since the sandbox decides who sees the socket."""
+        self._server = await asyncio.start_unix_server(self._connected, path, limit=_READ)
+        self._path = path
+        _open_to_all(path)
+
+    async def close(self) -> None:
+        """Stop listening, drop the connections, remove the socket."""
+        if self._server is None or self._path is None:
+            return
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_CLOSE_S)
+        _remove(self._path)
+        self._server = None
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._tasks) >= _CONNECTIONS:
+            writer.close()
+            return
+        task = asyncio.ensure_future(_Connection(self._app, self._body_limit, reader, writer).run())
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failure = self.failure or error
+            log.error("the gateway failed", exc_info=error)
+
+
+class _Connection:
+    def __init__(self, app: App, body_limit: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._app, self._body_limit = app, body_limit
+        self._reader, self._writer = reader, writer
+        self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=_HEAD_BYTES)
+        self._reading: asyncio.Task[bytes] | None = None  # a read that was begun while a handler ran
+
+    async def run(self) -> None:
+        try:
+            while await self._one():
+                self._h11.start_next_cycle()
+        except (_Dropped, ConnectionError):
+            pass
+        finally:
+            if self._reading is not None:
+                self._reading.cancel()
+            self._writer.close()
+
+    async def _one(self) -> bool:
+        """Answer one request; False when the connection is to be closed."""
+        try:
+            request = await self._request()
+        except h11.RemoteProtocolError as e:
+            if self._h11.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                await self._send(Response(e.error_status_hint, "text/plain", str(e).encode()))
+            return False
+        if request is None:
+            return False
+        handler = asyncio.ensure_future(self._respond(request))
+        try:
+            while not handler.done():
+                if self._reading is None:
+                    self._reading = asyncio.ensure_future(self._reader.read(_READ))
+                await asyncio.wait((handler, self._reading), return_when=asyncio.FIRST_COMPLETED)
+                if self._reading.done() and not handler.done():
+                    if not self._reading.result():
+                        raise _Dropped
+                    await asyncio.wait((handler,))  # the next request waits until this one is answered
+            handler.result()
+        finally:
+            if not handler.done():
+                handler.cancel()
+                await asyncio.wait((handler,))
+        return self._h11.our_state is h11.DONE and self._h11.their_state is h11.DONE
+
+    async def _respond(self, request: Request) -> None:
+        await self._send(await self._app(request))
+
+    async def _event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        while True:
+            event = self._h11.next_event()
+            if event is not h11.NEED_DATA:
+                return event
+            if self._h11.they_are_waiting_for_100_continue:
+                self._writer.write(self._h11.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+            if self._reading is not None:
+                data = await self._reading
+                self._reading = None
+            else:
+                data = await self._reader.read(_READ)
+            self._h11.receive_data(data)
+
+    async def _request(self) -> Request | None:
+        """The next request, or None when the client has closed. Raises `h11.RemoteProtocolError`."""
+        head = await self._event()
+        if not isinstance(head, h11.Request):
+            return None
+        body = bytearray()
+        while isinstance(event := await self._event(), h11.Data):
+            body += event.data
+            if len(body) > self._body_limit:
+                raise h11.RemoteProtocolError(f"the body exceeds {self._body_limit} bytes", error_status_hint=413)
+        if not isinstance(event, h11.EndOfMessage):
+            return None
+        target = head.target.decode("latin-1")
+        return Request(head.method.decode("latin-1"), target.partition("?")[0], bytes(body))
+
+    async def _send(self, response: Response) -> None:
+        headers = [("Content-Type", response.content_type)]
+        if isinstance(response.body, bytes):
+            headers.append(("Content-Length", str(len(response.body))))
+        else:
+            headers.append(("Cache-Control", "no-cache"))
+        out = self._h11.send(h11.Response(status_code=response.status, headers=headers)) or b""
+        if isinstance(response.body, bytes):
+            out += (self._h11.send(h11.Data(data=response.body)) or b"") + (self._h11.send(h11.EndOfMessage()) or b"")
+            self._writer.write(out)
+        else:
+            self._writer.write(out)
+            async with aclosing(response.body) as pieces:
+                async for piece in pieces:
+                    self._writer.write(self._h11.send(h11.Data(data=piece)) or b"")
+                    await self._writer.drain()
+            self._writer.write(self._h11.send(h11.EndOfMessage()) or b"")
+        await self._writer.drain()
+
+
+def _open_to_all(path: Path) -> None:
+    path.chmod(0o666)
+
+
+def _remove(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        path.unlink()

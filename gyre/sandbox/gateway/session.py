@@ -1,0 +1,299 @@
+"""One rollout's side of the gateway: its calls, its graph, its limits.
+
+Invariants
+- Every accepted request is in the journal from its start to its end; a call that sampled tokens is in the graph, whatever became of its caller.
+- A caller that goes away aborts its call upstream; the tokens had until then are kept as facts, and never trained.
+- `ending` is set when the gateway itself ends the rollout (turn limit, engine lost); from then on every request is refused.
+- After `close` nothing is in flight and nothing changes any more.
+
+No HTTP here: `chat` translates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from hashlib import blake2b
+from random import Random
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from gyre.errors import DeadlineExceeded, GyreError, WorkFailed
+from gyre.sandbox.gateway.parse import parse
+from gyre.sandbox.gateway.render import Before, Rendered, Renderer, Reply
+from gyre.sandbox.gateway.route import Completion, ContextFull, Job, Router
+from gyre.trajectory.graph import Exported, PrefixGraph
+from gyre.trajectory.match import Matcher, Message, chain, fingerprint, normalise
+from gyre.trajectory.select import Origin, classify, select
+from gyre.types import CallRecord, CallStatus, Ending, LeafClass, Sampling, Ticket, TrajectoryMeta
+
+_CLOSE_S: Final = 15.0  # more than the router gives an engine to return an aborted request
+
+
+class Over(GyreError):
+    """The rollout takes no more calls; the text says why."""
+
+
+class Limits(NamedTuple):
+    """What a rollout may use. `deadline` is the harness's, in time.monotonic()."""
+
+    sampling: Sampling
+    context: int
+    max_turns: int
+    max_trajectories: int
+    deadline: float
+
+
+class Answer(NamedTuple):
+    """A call's reply, for the harness."""
+
+    call_id: str
+    message: Message
+    finish_reason: str  # stop | length | tool_calls
+    n_prompt: int
+    n_completion: int
+
+
+class _Call(msgspec.Struct):
+    """One row of the journal."""
+
+    call_id: str
+    started_s: float
+    family: bytes
+    has_tools: bool
+    n_messages: int
+    after: str | None  # the call that this one continues
+    before: Before
+    bridged: bool
+    n_prompt: int
+    status: CallStatus = CallStatus.ERROR
+    finish: str = "error"
+    ended_s: float = 0.0
+    n_completion: int = 0
+    cell: str = ""
+    reasons: bool = False  # its reply holds reasoning
+
+
+class Outcome(NamedTuple):
+    """What a closed session hands over."""
+
+    graph: Exported
+    calls: list[CallRecord]
+    trajectories: list[TrajectoryMeta]
+    cells: list[str]
+    model_s: float  # seconds with at least one call in flight
+
+
+class Session:
+    """The gateway's state for one ticket."""
+
+    def __init__(self, ticket: Ticket, renderer: Renderer, router: Router, limits: Limits) -> None:
+        self.ticket, self.limits = ticket, limits
+        self.ending: asyncio.Future[tuple[Ending, str]] = asyncio.get_running_loop().create_future()
+        self.context_full = False  # the last call was refused for its length
+        self._renderer, self._router = renderer, router
+        self._started = time.monotonic()
+        self._graph = PrefixGraph()
+        self._matcher = Matcher()
+        self._calls: dict[str, _Call] = {}
+        self._adopted: set[str] = set()
+        self._cells: list[str] = []
+        self._turns = 0
+        self._closed = False
+        self._in_flight: dict[asyncio.Task[Answer], asyncio.Future[None]] = {}
+        self._model_s = 0.0
+        self._busy_since = 0.0
+
+    async def complete(self, messages: Sequence[Any], tools: Sequence[Any] | None, max_tokens: int | None) -> Answer:
+        """Answer one request. Cancelling it aborts the call.
+
+        Raises `Over`, `ContextFull`, `UnsupportedContent`, `TemplateRefused`, or `WorkFailed` when no engine could serve it.
+        """
+        self._refuse_if_over()
+        normal = [normalise(m) for m in messages]
+        self._turns += 1
+        if self._turns > self.limits.max_turns:
+            self._end(Ending.TURN_LIMIT, f"{self.limits.max_turns} model calls")
+            self._refuse_if_over()
+        turn = self._turns
+        tools_key = self._renderer.tools_key(tools)
+        links = chain(tools_key, normal)
+        rendered, after = self._render(normal, tools, links)
+        call = _Call(
+            call_id=f"c{turn}",
+            started_s=time.monotonic() - self._started,
+            family=_family(tools_key, normal),
+            has_tools=bool(tools),
+            n_messages=len(normal),
+            after=after,
+            before=rendered.before,
+            bridged=rendered.bridged,
+            n_prompt=len(rendered.ids),
+        )
+        self._calls[call.call_id] = call
+        room = self.limits.context - call.n_prompt
+        if room < 1:
+            self._finish(call, CallStatus.ERROR, "context")
+            self.context_full = True
+            raise ContextFull(call.n_prompt, self.limits.context)
+        wanted = self.limits.sampling.max_tokens if max_tokens is None else min(max_tokens, self.limits.sampling.max_tokens)
+        aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        job = Job(
+            rollout_id=self.ticket.rollout_id,
+            name=f"{self.ticket.rollout_id}.{self.ticket.epoch}.{turn}",
+            prompt=rendered.ids,
+            sampling=msgspec.structs.replace(self.limits.sampling, max_tokens=min(wanted, room)),
+            seed=_seed(self.ticket.seed, turn),
+            policy=self.ticket.policy,
+            deadline=self.limits.deadline,
+            aborted=aborted,
+            stop_ids=() if self._renderer.end_id is None else (self._renderer.end_id,),
+        )
+        return await self._run(call, job, links[-1])
+
+    async def _run(self, call: _Call, job: Job, end: bytes) -> Answer:
+        task = asyncio.ensure_future(self._generate(call, job, end))
+        if not self._in_flight:
+            self._busy_since = time.monotonic()
+        self._in_flight[task] = job.aborted
+        task.add_done_callback(self._landed)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not job.aborted.done():
+                job.aborted.set_result(None)
+            raise
+
+    def _landed(self, task: asyncio.Task[Answer]) -> None:
+        del self._in_flight[task]
+        if not self._in_flight:
+            self._model_s += time.monotonic() - self._busy_since
+        if not task.cancelled():
+            task.exception()  # the caller may be gone: its failure is in the journal
+
+    async def _generate(self, call: _Call, job: Job, end: bytes) -> Answer:
+        try:
+            completion = await self._router.generate(job)
+        except ContextFull:
+            self._finish(call, CallStatus.ERROR, "context")
+            self.context_full = True
+            raise
+        except DeadlineExceeded:
+            self._finish(call, CallStatus.ERROR, "error")
+            raise
+        except WorkFailed as e:
+            self._finish(call, CallStatus.ERROR, "error")
+            self._end(Ending.ENGINE_LOST, str(e))
+            raise
+        call.n_completion = len(completion.token_ids)
+        call.cell = completion.cells[-1] if completion.cells else ""
+        self._cells.extend(c for c in completion.cells if c not in self._cells)
+        if completion.token_ids:
+            self._graph.insert(
+                call.call_id, job.prompt, completion.token_ids, completion.logprobs, completion.versions, call.after if call.bridged else None
+            )
+        if completion.finish == "abort":
+            self._finish(call, CallStatus.ABORTED, "abort")
+            raise Over("the call was aborted")
+        self.context_full = False
+        return self._reply(call, completion, end)
+
+    def _reply(self, call: _Call, completion: Completion, end: bytes) -> Answer:
+        ids = completion.token_ids
+        text = self._renderer.template.decode(ids[:-1] if ids and ids[-1] == self._renderer.end_id else ids)
+        message = parse(text, f"call_{call.call_id}", self._renderer.opens_reasoning)
+        call.reasons = "reasoning_content" in message
+        reason = "tool_calls" if "tool_calls" in message else "stop" if completion.finish == "stop" else "length"
+        self._finish(call, CallStatus.COMPLETE, completion.finish if reason != "tool_calls" else reason)
+        if ids:
+            self._matcher.record(call.call_id, end, message)
+        return Answer(call.call_id, message, reason, call.n_prompt, call.n_completion)
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, links: Sequence[bytes]) -> tuple[Rendered, str | None]:
+        """The prompt, and the call that it continues."""
+        match = self._matcher.find(links)
+        if match is None:
+            return self._renderer.full(messages, tools), None
+        self._adopted.add(match.call_id)
+        rendered = self._renderer.bridge(
+            messages, tools, self._replies(match.call_id), self._graph.history(match.call_id), self._calls[match.call_id].before
+        )
+        return rendered or self._renderer.full(messages, tools), match.call_id
+
+    def _replies(self, call_id: str) -> list[Reply]:
+        """Where a conversation that continues this call has recorded replies, back to the last prompt that was rendered in full."""
+        call = self._calls[call_id]
+        replies = [Reply(call.n_messages, call.reasons)]
+        while call.bridged and call.after is not None:
+            call = self._calls[call.after]
+            replies.append(Reply(call.n_messages, call.reasons))
+        return replies[::-1]
+
+    def _finish(self, call: _Call, status: CallStatus, finish: str) -> None:
+        call.status, call.finish = status, finish
+        call.ended_s = time.monotonic() - self._started
+
+    def _end(self, ending: Ending, detail: str) -> None:
+        if not self.ending.done():
+            self.ending.set_result((ending, detail))
+
+    def _refuse_if_over(self) -> None:
+        if self.ending.done():
+            ending, detail = self.ending.result()
+            raise Over(f"this rollout is over: {ending.value} ({detail})")
+        if self._closed:
+            raise Over("this rollout is over")
+
+    async def close(self) -> Outcome:
+        """Abort what is in flight, wait for its tokens, choose the trajectories."""
+        self._closed = True
+        for aborted in self._in_flight.values():
+            if not aborted.done():
+                aborted.set_result(None)
+        if self._in_flight:
+            _, late = await asyncio.wait(list(self._in_flight), timeout=_CLOSE_S)
+            for task in late:
+                task.cancel()
+        return self._outcome()
+
+    def _outcome(self) -> Outcome:
+        graph = self._graph.export()
+        origins = {c.call_id: Origin(c.family, c.has_tools, c.n_completion) for c in self._calls.values()}
+        classes = classify(origins)
+        records = [self._record(c, graph, classes[c.call_id]) for c in self._calls.values()]
+        trajectories = select(graph.nodes, records, self._adopted, self.limits.max_trajectories, Random(_seed(self.ticket.seed, 0)))
+        return Outcome(graph, records, trajectories, list(self._cells), self._model_s)
+
+    @staticmethod
+    def _record(call: _Call, graph: Exported, leaf_class: LeafClass) -> CallRecord:
+        placed = graph.calls.get(call.call_id)
+        return CallRecord(
+            call_id=call.call_id,
+            prompt_node=placed.prompt_node if placed else -1,
+            node=placed.node if placed else -1,
+            status=call.status,
+            finish_reason=call.finish,
+            leaf_class=leaf_class,
+            cell=call.cell,
+            started_s=round(call.started_s, 6),
+            ended_s=round(call.ended_s, 6),
+            n_prompt=call.n_prompt,
+            n_completion=call.n_completion,
+        )
+
+
+def _family(tools_key: bytes, messages: Sequence[Message]) -> bytes:
+    """What tells agents apart: the tools and the system messages that a conversation opens with."""
+    parts = [tools_key]
+    for message in messages:
+        if message["role"] != "system":
+            break
+        parts.append(fingerprint(message))
+    return blake2b(b"".join(parts), digest_size=16).digest()
+
+
+def _seed(seed: int, turn: int) -> int:
+    """63 bits from the ticket's seed and the call's number; number 0 is the choice of trajectories."""
+    return int.from_bytes(blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest(), "big") >> 1

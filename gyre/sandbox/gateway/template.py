@@ -1,0 +1,159 @@
+"""A model's chat template and tokenizer, loaded from its directory without the library that wrote them.
+
+Invariants
+- A template renders to the same text as with transformers: the same sandboxed Jinja environment (trim_blocks, lstrip_blocks, loop controls), the same
+  `tojson`, `raise_exception`, `strftime_now`, `generation` blocks, and the special tokens of tokenizer_config.json as variables.
+- Ids are those of tokenizer.json for that text, nothing added (templates write the special tokens themselves).
+- What a directory lacks is a `UsageError` that names file, key and remedy.
+
+What to render, and what to splice instead, is decided in `render`.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from gyre.errors import UsageError
+
+_CACHED_TEXTS: Final = 512
+_CACHED_CHARS: Final = 16_384  # longer texts are not worth their memory in the cache
+
+
+class TemplateRefused(ValueError):
+    """The chat template rejects these messages (it called raise_exception, or needs a key they lack)."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks assistant tokens for other tools; for us its body is just text."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    @staticmethod
+    def _body(caller: Any) -> str:
+        return str(caller())
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _tojson(x: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def compile_template(source: str) -> jinja2.Template:
+    """Compile a chat template. Raises `jinja2.TemplateSyntaxError`."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(source)
+
+
+class ChatTemplate:
+    """Messages to text, text to ids, ids to text."""
+
+    def __init__(self, tokenizer: Tokenizer, source: str, variables: Mapping[str, Any]) -> None:
+        self.tokenizer = tokenizer
+        self._template = compile_template(source)
+        self._variables = dict(variables)
+        self._ids: OrderedDict[str, array[int]] = OrderedDict()
+
+    @classmethod
+    def load(cls, directory: Path) -> ChatTemplate:
+        """Load tokenizer.json, tokenizer_config.json and the chat template of a Hugging Face model directory. Raises `UsageError`."""
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise UsageError(str(file), "no such file", "give model.path a Hugging Face model directory with a fast tokenizer")
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as e:  # the library raises bare Exception
+            raise UsageError(str(file), f"not a tokenizer ({e})", "save the tokenizer again as tokenizer.json") from None
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        config = _read_json(directory / "tokenizer_config.json")
+        source = _template_source(directory, config)
+        variables = {k: _token_text(v) for k, v in config.items() if k.endswith("_token") and _token_text(v) is not None}
+        try:
+            return cls(tokenizer, source, variables)
+        except jinja2.TemplateSyntaxError as e:
+            raise UsageError(str(directory), f"the chat template does not parse ({e})", "mend it", "chat_template") from None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, reply_follows: bool) -> str:
+        """The template's text; `reply_follows` adds the opening of the assistant's turn. Raises `TemplateRefused`."""
+        try:
+            return self._template.render(messages=messages, tools=tools, documents=None, add_generation_prompt=reply_follows, **self._variables)
+        except (jinja2.exceptions.TemplateError, TypeError, KeyError, AttributeError, ValueError, IndexError) as e:
+            raise TemplateRefused(f"the model's chat template rejects these messages: {e}") from None
+
+    def encode(self, text: str) -> array[int]:
+        """Ids of a text, special tokens recognised. The result is shared: do not change it."""
+        if len(text) > _CACHED_CHARS:
+            return array("i", self.tokenizer.encode(text, add_special_tokens=False).ids)
+        ids = self._ids.get(text)
+        if ids is None:
+            ids = self._ids[text] = array("i", self.tokenizer.encode(text, add_special_tokens=False).ids)
+            if len(self._ids) > _CACHED_TEXTS:
+                self._ids.popitem(last=False)
+        else:
+            self._ids.move_to_end(text)
+        return ids
+
+    def decode(self, ids: array[int]) -> str:
+        """Text of ids, special tokens as they are written."""
+        return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as e:
+        raise UsageError(str(file), f"cannot be read ({e})", "save the tokenizer again") from None
+    if not isinstance(value, dict):
+        raise UsageError(str(file), "not a JSON object", "save the tokenizer again")
+    return value
+
+
+def _template_source(directory: Path, config: Mapping[str, Any]) -> str:
+    """chat_template.jinja wins over the key; several named templates: the one called default."""
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
+        source = named.get("default")
+    if not isinstance(source, str) or not source:
+        remedy = "add one, or a chat_template.jinja beside it: conversations cannot be rendered without"
+        raise UsageError(str(directory / "tokenizer_config.json"), "the tokenizer has no chat template", remedy, "chat_template")
+    return source
+
+
+def _token_text(value: Any) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None

@@ -1,0 +1,186 @@
+"""Harbor task directories: `instruction.md`, `task.toml`, `environment/`, `tests/test.sh`, optionally `solution/solve.sh`.
+
+The directory is someone else's format: keys that gyre has no use for are ignored, those it reads must have the right type. Every fault is a
+`UsageError` naming file, key and remedy. `environment/workspace/` is what a workspace starts with; its Dockerfile is for backends with images and
+not looked at here.
+
+Loading reads `task.toml` and `instruction.md`; nothing of a task is executed or unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import tomllib
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+import msgspec
+
+from gyre.errors import UsageError
+from gyre.sandbox.backends.base import SOLUTION, TESTS, WORK, Limits
+
+MAX_INSTRUCTION_BYTES: Final = 1 << 20
+SYSTEM_PLACES: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/proc", "/sys", "/dev", "/run", "/opt", "/boot")
+OTHER_PLACES: Final = (TESTS, SOLUTION, "/harness", "/logs", "/tmp")
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """A task as loaded. Times are seconds; None: the task does not say."""
+
+    path: Path
+    name: str
+    instruction: str
+    workdir: str = WORK
+    workspace: Path | None = None  # what a workspace starts with
+    has_solution: bool = False
+    agent_timeout_s: float | None = None
+    verifier_timeout_s: float | None = None
+    memory_mb: int | None = None
+    storage_mb: int | None = None
+    env: dict[str, str] = {}
+    verifier_env: dict[str, str] = {}
+
+    @property
+    def tests(self) -> Path:
+        return self.path / "tests"
+
+    @property
+    def solution(self) -> Path:
+        return self.path / "solution"
+
+    def verifier_argv(self) -> list[str]:
+        return script_argv(self.tests / "test.sh", f"{TESTS}/test.sh")
+
+    def oracle_argv(self) -> list[str]:
+        """`UsageError` if the task has no solution."""
+        if not self.has_solution:
+            raise UsageError(str(self.solution / "solve.sh"), "no such file", "add the solution, or do not ask for the oracle")
+        return script_argv(self.solution / "solve.sh", f"{SOLUTION}/solve.sh")
+
+    def limits(self, base: Limits) -> Limits:
+        """`base`, tightened by what the task asks for."""
+        return msgspec.structs.replace(
+            base,
+            memory_mb=_tighter(base.memory_mb, self.memory_mb),
+            workspace_mb=_tighter(base.workspace_mb, self.storage_mb),
+        )
+
+
+def _tighter(ours: int, theirs: int | None) -> int:
+    return ours if theirs is None else min(ours, theirs)
+
+
+def tighter_s(ours: float, theirs: float | None) -> float:
+    """The shorter of a limit of ours and a task's."""
+    return ours if theirs is None else min(ours, theirs)
+
+
+def script_argv(file: Path, place: str) -> list[str]:
+    """How to run a script that is seen at `place`: itself if it is executable, else through its #! line, else by sh."""
+    if os.access(file, os.X_OK):
+        return [place]
+    with file.open("rb") as f:
+        first = f.readline(256).decode(errors="replace")
+    return [*(shlex.split(first[2:]) if first.startswith("#!") else ["/bin/sh"]), place]
+
+
+_SECTIONS: Final[dict[str, dict[str, type]]] = {
+    "task": {"name": str},
+    "agent": {"timeout_sec": float},
+    "verifier": {"timeout_sec": float, "env": dict},
+    "environment": {"memory_mb": int, "storage_mb": int, "workdir": str, "env": dict},
+}
+_WORDS: Final = {str: "a string", float: "a positive number", int: "a positive integer", dict: "a table of strings"}
+
+
+def load_task(path: Path) -> Task:
+    """Load and check one task directory."""
+    path = path.resolve()
+    file = path / "task.toml"
+    if not path.is_dir():
+        raise UsageError(str(path), "no such directory", "give the path of a task directory")
+    values = _values(file)
+    instruction = _instruction(path / "instruction.md")
+    if not (path / "tests" / "test.sh").is_file():
+        raise UsageError(str(path / "tests" / "test.sh"), "no such file", "a task needs tests: add one that writes /logs/verifier/reward.txt")
+    workdir = values.get("environment.workdir", WORK)
+    _check_workdir(file, workdir)
+    workspace = path / "environment" / "workspace"
+    return Task(
+        path=path,
+        name=values.get("task.name", path.name),
+        instruction=instruction,
+        workdir=workdir,
+        workspace=workspace if workspace.is_dir() else None,
+        has_solution=(path / "solution" / "solve.sh").is_file(),
+        agent_timeout_s=values.get("agent.timeout_sec"),
+        verifier_timeout_s=values.get("verifier.timeout_sec"),
+        memory_mb=values.get("environment.memory_mb"),
+        storage_mb=values.get("environment.storage_mb"),
+        env=values.get("environment.env", {}),
+        verifier_env=values.get("verifier.env", {}),
+    )
+
+
+def _values(file: Path) -> dict[str, Any]:
+    """The keys of `_SECTIONS` that the file has, dotted."""
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(str(file), "no such file", "give the path of a Harbor task directory, or of a directory of them") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(str(file), f"cannot be read ({e})", "make it a readable UTF-8 file") from None
+    except tomllib.TOMLDecodeError as e:
+        raise UsageError(str(file), f"not TOML: {e}", "mend that line") from None
+    values: dict[str, Any] = {}
+    for section, keys in _SECTIONS.items():
+        table = data.get(section, {})
+        if not isinstance(table, dict):
+            raise UsageError(str(file), "not a table", f"write [{section}] and keys below it", section)
+        for key, kind in keys.items():
+            if key in table:
+                values[f"{section}.{key}"] = _checked(file, f"{section}.{key}", table[key], kind)
+    return values
+
+
+def _checked(file: Path, key: str, value: Any, kind: type) -> Any:
+    good = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+    if good and kind in (int, float):
+        good = 0 < value < float("inf")
+    if good and kind is dict:
+        good = all(isinstance(v, str) for v in value.values())
+    if not good:
+        raise UsageError(str(file), f"{value!r} will not do", f"give {_WORDS[kind]}", key)
+    return value
+
+
+def _instruction(file: Path) -> str:
+    try:
+        data = file.read_bytes()
+        text = data.decode("utf-8").strip()
+    except FileNotFoundError:
+        raise UsageError(str(file), "no such file", "a task needs an instruction") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(str(file), f"cannot be read ({e})", "make it a readable UTF-8 file") from None
+    if not text or len(data) > MAX_INSTRUCTION_BYTES:
+        raise UsageError(str(file), "empty" if not text else f"{len(data)} bytes", f"write an instruction of 1 to {MAX_INSTRUCTION_BYTES} bytes")
+    return text
+
+
+def _check_workdir(file: Path, workdir: str) -> None:
+    place = PurePosixPath(workdir)
+    taken = any(place.is_relative_to(p) or PurePosixPath(p).is_relative_to(place) for p in (*SYSTEM_PLACES, *OTHER_PLACES))
+    if not place.is_absolute() or ".." in place.parts or taken:
+        raise UsageError(str(file), f"{workdir!r} cannot hold a workspace", 'give a directory of its own, such as "/work"', "environment.workdir")
+
+
+def find_tasks(path: Path) -> list[Path]:
+    """Task directories: `path` itself, or those in it, in the order of their names."""
+    if (path / "task.toml").exists():
+        return [path]
+    found = sorted(p.parent for p in path.glob("*/task.toml")) if path.is_dir() else []
+    if not found:
+        what = "holds no task directories" if path.is_dir() else "no such directory"
+        raise UsageError(str(path), what, "give a Harbor task directory (with a task.toml), or a directory of them")
+    return found

@@ -1,0 +1,139 @@
+"""Recognise a harness's own history: which recorded call does this request continue?
+
+Invariants
+- A message's fingerprint covers role, text, reasoning and [(call id, name, canonical arguments)]. Cosmetic differences (string or list content,
+  `developer` or `system`, cache markers, the spelling of JSON arguments) do not change it; a renamed tool under the same call id does.
+- A request continues a call if that call's messages and then its reply are a prefix of the request's messages, fingerprint by fingerprint, under the
+  same tools. The longest such call wins, among equals the latest: the one that the harness has seen last.
+- A reply echoed without any reasoning still matches: most protocols have no field to echo it in. Reasoning that was *changed* does not.
+
+Nothing here knows tokens: what is done with a match is the gateway's business.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+Message = dict[str, Any]
+
+
+class UnsupportedContent(ValueError):
+    """A message holds what text models cannot be shown; the text names it."""
+
+
+def _text(content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise UnsupportedContent("content is neither a string nor a list of parts")
+    parts: list[str] = []
+    for part in content:
+        if isinstance(part, str):
+            parts.append(part)
+        elif isinstance(part, dict) and isinstance(part.get("text"), str):
+            parts.append(part["text"])
+        elif isinstance(part, dict) and isinstance(part.get("refusal"), str):
+            parts.append(part["refusal"])
+        else:
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise UnsupportedContent(f"content part of type {kind!r}")
+    return "".join(parts)
+
+
+def _tool_call(call: Any) -> Message:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UnsupportedContent("a tool call without function.name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError):  # malformed arguments that the harness echoes stay a string, as does half a surrogate pair
+            parsed = json.loads(arguments)
+            if "\\u" in arguments:
+                canonical(parsed).encode()
+            arguments = parsed
+    return {"id": str(call.get("id", "")), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def normalise(message: Any) -> Message:
+    """The canonical form of a chat message: what is fingerprinted and what chat templates are given.
+
+    Text is a string, tool arguments are parsed, `developer` is `system`, empty and cosmetic keys are gone. Raises `UnsupportedContent`.
+    """
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise UnsupportedContent("a message without a role")
+    role = "system" if message["role"] == "developer" else message["role"]
+    out: Message = {"role": role, "content": _text(message.get("content"))}
+    if role == "assistant":
+        reasoning = _text(message.get("reasoning_content") or message.get("reasoning"))
+        if reasoning:
+            out["reasoning_content"] = reasoning
+        if message.get("tool_calls"):
+            out["tool_calls"] = [_tool_call(c) for c in message["tool_calls"]]
+    elif role == "tool":
+        out["tool_call_id"] = str(message.get("tool_call_id", ""))
+    if isinstance(message.get("name"), str):
+        out["name"] = message["name"]
+    return out
+
+
+def canonical(value: Any) -> str:
+    """JSON text that is equal exactly when the parsed values are."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def fingerprint(message: Message) -> bytes:
+    """16 bytes for a message in canonical form. White space around an assistant's text does not count: its ids are on record."""
+    role, text = message["role"], message["content"]
+    if role == "assistant":
+        calls = [(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", ())]
+        fields: list[Any] = [role, text.strip(), message.get("reasoning_content", "").strip(), calls]
+    else:
+        fields = [role, text, message.get("tool_call_id", ""), message.get("name", "")]
+    return blake2b(canonical(fields).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _link(before: bytes, item: bytes) -> bytes:
+    return blake2b(before + item, digest_size=16).digest()
+
+
+def chain(tools: bytes, messages: Sequence[Message]) -> list[bytes]:
+    """Entry i stands for the tools and the first i messages; so there is one entry more than messages."""
+    links = [_link(b"", tools)]
+    for message in messages:
+        links.append(_link(links[-1], fingerprint(message)))
+    return links
+
+
+class Match(NamedTuple):
+    """A request's first `n_messages` are the messages and the reply of this call."""
+
+    call_id: str
+    n_messages: int
+
+
+class Matcher:
+    """The complete calls of one rollout, found by what they end with."""
+
+    def __init__(self) -> None:
+        self._by_end: dict[bytes, str] = {}
+
+    def record(self, call_id: str, end: bytes, reply: Mapping[str, Any]) -> None:
+        """A call is complete: `end` is the last entry of its request's chain, `reply` the message that the harness was given."""
+        message = normalise(dict(reply))
+        self._by_end[_link(end, fingerprint(message))] = call_id
+        if message.pop("reasoning_content", None):
+            self._by_end[_link(end, fingerprint(message))] = call_id
+
+    def find(self, links: Sequence[bytes]) -> Match | None:
+        """The longest recorded call that the request with this chain continues."""
+        for n in range(len(links) - 1, 0, -1):
+            call_id = self._by_end.get(links[n])
+            if call_id is not None:
+                return Match(call_id, n)
+        return None

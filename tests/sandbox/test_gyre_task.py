@@ -1,0 +1,108 @@
+"""The command gyre-task: exit codes and what it prints."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BACKENDS = [["--backend", "bubblewrap"], ["--backend", "process", "--unsafe"]]
+
+
+def gyre_task(*args):
+    command = [sys.executable, str(ROOT / "commands" / "task.py"), *map(str, args)]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    )
+
+
+@pytest.fixture(autouse=True)
+def _needs_bwrap(bwrap):
+    async def story(b):
+        return None
+
+    bwrap(story)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=["bubblewrap", "process"])
+def test_run_exits_0_whenever_it_graded(make_task, backend):
+    path = make_task("mine")
+    for given, reward, code in [
+        ([], "1", 0),
+        (["--harness", "nop"], "0", 0),
+        (["--harness", "nop", "--fail-under", "0.5"], "0", 1),
+        (["--harness-cmd", "sh -c 'echo yes > answer; exit 4'"], "1", 0),
+        (["--harness-cmd", "sh -c 'echo yes > answer; sleep 60'", "--set", "sandbox.harness_timeout_s=1"], "1", 0),
+        (["--harness-cmd", "no-such-command"], "0", 0),
+    ]:
+        done = gyre_task("run", path, *backend, *given)
+        assert (done.returncode, done.stdout.split()[:3]) == (code, ["reward", reward, "mine"]), done
+        assert done.stdout.count("\n") == 1
+
+
+def test_run_as_json(make_task):
+    done = gyre_task("run", make_task(), "--json", "--harness-cmd", "sh -c 'printf \"\\033[31mred\"; exit 3'")
+    result = json.loads(done.stdout)
+    assert (result["reward"], result["ending"], result["harness_exit"], result["harness"]) == (0.0, "finished", 3, "command")
+    assert "\033" not in result["output"] and "red" in result["output"] and result["seconds"].keys() == {"setup", "harness", "grade"}
+
+
+def test_run_exits_1_when_it_could_not_grade(make_task):
+    done = gyre_task("run", make_task(test="echo broken; exit 1"), "--json")
+    assert done.returncode == 1 and json.loads(done.stdout)["ending"] == "verifier_failed"
+    assert "not graded: the verifier wrote no reward" in done.stderr and "broken" in done.stderr
+    too_large = make_task("large", toml="[environment]\nstorage_mb = 1\n", big="x" * 3_000_000)
+    done = gyre_task("run", too_large, "--json")
+    assert done.returncode == 1 and json.loads(done.stdout)["ending"] == "task_setup_failed" and "do not fit" in done.stderr
+
+
+def test_bad_input_is_one_line_and_2(make_task, tmp_path):
+    bare = make_task("bare", solve=None)
+    (make_task("untested") / "tests" / "test.sh").unlink()
+    for args, says in [
+        (["run", tmp_path / "none"], "no such directory"),
+        (["run", tmp_path / "untested"], "a task needs tests"),
+        (["run", bare], "add the solution"),
+        (["run", bare, "--set", "sandbox.memory=1"], "unknown key"),
+        (["run", bare, "--config", tmp_path / "no.toml"], "no such file"),
+        (["run", bare, "--harness", "nop", "--backend", "process"], "accept that with --unsafe"),
+        (["check", bare], "add the solution"),
+        (["check", tmp_path / "bare" / "tests"], "holds no task directories"),
+    ]:
+        done = gyre_task(*args)
+        assert done.returncode == 2 and done.stdout == "" and says in done.stderr, done
+        assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
+
+
+def test_without_bwrap_the_remedy_is_named(make_task):
+    path = make_task()
+    command = [sys.executable, str(ROOT / "commands" / "task.py"), "run", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env={"PATH": "/nowhere", "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "apt-get install bubblewrap" in done.stderr
+
+
+def test_check(make_task, tmp_path):
+    make_task("sound")
+    good = gyre_task("check", tmp_path, "-j", 2)
+    assert (good.returncode, good.stdout) == (0, "ok    sound  oracle 1  nop 0\n")
+    make_task("easy", test="echo 1 > $GYRE_LOGS/reward.txt")
+    make_task("broken", test="exit 1")
+    bad = gyre_task("check", tmp_path, "-j", 3)
+    lines = sorted(bad.stdout.splitlines())
+    assert bad.returncode == 1 and "1 of 3 tasks are sound" in bad.stderr
+    assert lines[0].startswith("FAIL  broken  oracle - (the verifier wrote no reward")
+    assert lines[1:] == ["FAIL  easy  oracle 1  nop 1", "ok    sound  oracle 1  nop 0"]
+    rows = [json.loads(line) for line in gyre_task("check", tmp_path, "--json").stdout.splitlines()]
+    assert {row["task"]: row["sound"] for row in rows} == {"sound": True, "easy": False, "broken": False}
+
+
+def test_tasks_of_a_harness_with_a_directory(make_task, tmp_path):
+    (tmp_path / "h").mkdir(mode=0o700)
+    (tmp_path / "h" / "go.py").write_text(
+        "import os; open('answer', 'w').write('yes'); assert 'answer' in open(os.environ['GYRE_INSTRUCTION']).read()"
+    )
+    done = gyre_task("run", make_task(), "--harness-cmd", "python3 -I /harness/go.py", "--set", f"sandbox.harness_dir={tmp_path / 'h'}", "--json")
+    result = json.loads(done.stdout)
+    assert (result["reward"], result["harness_exit"]) == (1.0, 0), result

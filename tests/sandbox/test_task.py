@@ -1,0 +1,101 @@
+"""Task directories: what loads, and the one line for what does not."""
+
+import pytest
+
+from gyre.errors import UsageError
+from gyre.sandbox.backends.base import Limits
+from gyre.sandbox.task import find_tasks, load_task, tighter_s
+
+TOML = """
+version = "1.0"
+[task]
+name = "org/thing"
+[metadata]
+difficulty = "easy"
+[agent]
+timeout_sec = 30
+[verifier]
+timeout_sec = 20.5
+env = { LEVEL = "2" }
+[environment]
+memory_mb = 512
+storage_mb = 1000
+workdir = "/app"
+cpus = 1
+"""
+
+
+def test_a_task_as_loaded(make_task):
+    task = load_task(make_task(toml=TOML, file="text"))
+    assert (task.name, task.instruction, task.workdir) == ("org/thing", "Write yes to the file `answer`.", "/app")
+    assert (task.agent_timeout_s, task.verifier_timeout_s, task.verifier_env) == (30, 20.5, {"LEVEL": "2"})
+    assert task.workspace == task.path / "environment" / "workspace"
+    assert task.limits(Limits(memory_mb=1024, workspace_mb=256)) == Limits(memory_mb=512, workspace_mb=256)
+    assert (tighter_s(60, task.agent_timeout_s), tighter_s(5, task.agent_timeout_s), tighter_s(60, None)) == (30, 5, 60)
+
+
+def test_a_bare_task(make_task):
+    task = load_task(make_task("bare", solve=None))
+    assert (task.name, task.workspace, task.has_solution, task.memory_mb) == ("bare", None, False, None)
+    with pytest.raises(UsageError, match=r"solve\.sh: no such file; add the solution"):
+        task.oracle_argv()
+
+
+def test_scripts_run_as_they_say(make_task):
+    path = make_task(test="#!/usr/bin/env -S python3 -IS\n", solve="echo yes\n")
+    assert load_task(path).verifier_argv() == ["/usr/bin/env", "-S", "python3", "-IS", "/tests/test.sh"]
+    assert load_task(path).oracle_argv() == ["/bin/sh", "/solution/solve.sh"]
+    (path / "tests" / "test.sh").chmod(0o755)
+    assert load_task(path).verifier_argv() == ["/tests/test.sh"]
+
+
+BAD_TOML = [
+    ("x = [", "not TOML", ""),
+    ('[agent]\ntimeout_sec = "long"', "'long' will not do; give a positive number", "agent.timeout_sec"),
+    ("[agent]\ntimeout_sec = -1", "-1 will not do", "agent.timeout_sec"),
+    ("[agent]\ntimeout_sec = nan", "nan will not do", "agent.timeout_sec"),
+    ("[environment]\nmemory_mb = true", "give a positive integer", "environment.memory_mb"),
+    ("[environment]\nmemory_mb = 1.5", "give a positive integer", "environment.memory_mb"),
+    ("[verifier]\nenv = { A = 1 }", "give a table of strings", "verifier.env"),
+    ("agent = 3", "not a table; write [agent]", "agent"),
+    ('[environment]\nworkdir = "/usr/src"', "cannot hold a workspace", "environment.workdir"),
+    ('[environment]\nworkdir = "/"', "cannot hold a workspace", "environment.workdir"),
+    ('[environment]\nworkdir = "work"', "cannot hold a workspace", "environment.workdir"),
+    ('[environment]\nworkdir = "/tests/../x"', "cannot hold a workspace", "environment.workdir"),
+]
+
+
+@pytest.mark.parametrize(("toml", "says", "key"), BAD_TOML)
+def test_bad_toml_is_one_line(make_task, toml, says, key):
+    with pytest.raises(UsageError) as e:
+        load_task(make_task(toml=toml))
+    text = str(e.value)
+    assert "task.toml" in text and says in text and key in text and "\n" not in text
+
+
+def test_missing_parts_are_named(make_task, tmp_path):
+    for part, says in [("tests/test.sh", "a task needs tests"), ("instruction.md", "needs an instruction"), ("task.toml", "Harbor task directory")]:
+        path = make_task(part.replace("/", "-"))
+        (path / part).unlink()
+        with pytest.raises(UsageError, match=says) as e:
+            load_task(path)
+        assert part in str(e.value)
+    with pytest.raises(UsageError, match="no such directory"):
+        load_task(tmp_path / "none")
+    empty = make_task("empty")
+    (empty / "instruction.md").write_text(" \n")
+    with pytest.raises(UsageError, match=r"instruction\.md: empty"):
+        load_task(empty)
+    (empty / "instruction.md").write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="UTF-8"):
+        load_task(empty)
+
+
+def test_finding_tasks(make_task, tmp_path):
+    b, a = make_task("b"), make_task("a")
+    (tmp_path / "other").mkdir()
+    assert find_tasks(tmp_path) == [a, b]
+    assert find_tasks(a) == [a]
+    for nothing in (tmp_path / "other", tmp_path / "none"):
+        with pytest.raises(UsageError, match="give a Harbor task directory"):
+            find_tasks(nothing)

@@ -1,0 +1,87 @@
+"""Recognising a harness's own history."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gyre.trajectory.match import Match, Matcher, UnsupportedContent, chain, fingerprint, normalise
+
+USER = {"role": "user", "content": "hi"}
+
+
+def reply(name: str = "bash", call_id: str = "call_1", arguments: Any = '{"a": 1, "b": "x"}', **more: Any) -> dict[str, Any]:
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call], **more}
+
+
+def links(*messages: dict[str, Any], tools: bytes = b"") -> list[bytes]:
+    return chain(tools, [normalise(m) for m in messages])
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return fingerprint(normalise(a)) == fingerprint(normalise(b))
+
+
+def test_cosmetic_differences_do_not_count() -> None:
+    assert same(reply(), reply(arguments='{"b":"x","a":1}'))
+    assert same(reply(), reply(arguments={"a": 1, "b": "x"}))
+    assert same(reply(), {**reply(), "content": "", "refusal": None, "annotations": []})
+    assert same({"role": "system", "content": "s"}, {"role": "developer", "content": [{"type": "text", "text": "s", "cache_control": {}}]})
+    assert same(reply(reasoning="r"), reply(reasoning_content="r"))
+    assert same(reply(arguments='{"a": "\\u00e9"}'), reply(arguments='{"a": "é"}'))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        reply(name="invalid"),  # renamed under the same id
+        reply(arguments='{"a": 2, "b": "x"}'),
+        reply(arguments='{"a": 1, "b": "x"'),  # malformed
+        reply(call_id="call_2"),
+        reply(content="text"),
+        reply(reasoning_content="other"),
+    ],
+)
+def test_real_differences_count(other: dict[str, Any]) -> None:
+    assert not same(reply(), other)
+
+
+def test_the_longest_complete_call_is_found() -> None:
+    matcher = Matcher()
+    matcher.record("c1", links(USER)[-1], reply())
+    told = {"role": "tool", "tool_call_id": "call_1", "content": "ok"}
+    matcher.record("c2", links(USER, reply(), told)[-1], {"role": "assistant", "content": "done"})
+    assert matcher.find(links(USER)) is None
+    assert matcher.find(links(USER, reply(), told)) == Match("c1", 2)
+    done = {"role": "assistant", "content": "done\n"}
+    assert matcher.find(links(USER, reply(), told, done, USER)) == Match("c2", 4)
+    assert matcher.find(links(USER, reply(), {**told, "content": "edited"}, done, USER)) == Match("c1", 2)
+    assert matcher.find(links(USER, reply(name="invalid"), told)) is None
+    assert matcher.find(links(USER, reply(), told, tools=b"other")) is None
+
+
+def test_reasoning_may_be_left_out_but_not_changed() -> None:
+    matcher = Matcher()
+    matcher.record("c1", links(USER)[-1], {"role": "assistant", "content": "x", "reasoning_content": "because"})
+    assert matcher.find(links(USER, {"role": "assistant", "content": "x", "reasoning_content": "because"})) == Match("c1", 2)
+    assert matcher.find(links(USER, {"role": "assistant", "content": "x"})) == Match("c1", 2)
+    assert matcher.find(links(USER, {"role": "assistant", "content": "x", "reasoning_content": "why"})) is None
+
+
+def test_equal_replies_mean_the_latest_call() -> None:
+    matcher = Matcher()
+    for call_id in ("c1", "c2"):
+        matcher.record(call_id, links(USER)[-1], {"role": "assistant", "content": "x"})
+    assert matcher.find(links(USER, {"role": "assistant", "content": "x"})) == Match("c2", 2)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"content": "x"}, "text", {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, {"role": "user", "content": 3},
+     {"role": "assistant", "tool_calls": [{"id": "a"}]}],
+)  # fmt: skip
+def test_what_text_models_cannot_be_shown(message: Any) -> None:
+    with pytest.raises(UnsupportedContent):
+        normalise(message)
