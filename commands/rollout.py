@@ -1,0 +1,28 @@
+"""gyre-rollout: a cell's inference engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from gyre import cli
+
+
+@click.command()
+@cli.common(addresses=("train", "coord", "bind"), named="")
+@click.option("--engine", type=click.Choice(["torch", "scripted"]), help="Which engine serves the policy (rollout.engine).")
+@click.option("--no-train", is_flag=True, help="Serve the model as it is on disk, without a trainer to follow.")
+def main(engine: str | None, no_train: bool, **options: Any) -> None:
+    """Serve the policy: continue token ids, give back log-probs and versions, load each new policy while requests are in flight."""
+
+    async def body(setup: cli.Setup, worker: Any) -> None:
+        from gyre.rollout import shell
+
+        await shell.run(setup, worker, follow=not no_train)
+
+    cli.work("rollout", options, {"rollout.engine": engine}, body)
+
+
+if __name__ == "__main__":
+    main()

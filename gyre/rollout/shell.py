@@ -1,0 +1,260 @@
+"""gyre-rollout: an engine behind a socket, following the trainer's policy.
+
+Invariants
+- Before an engine serves a version, pongs say so (version null) and requests are refused as `behind`; pings are answered from the first moment, so
+  that a slow load is not taken for a death.
+- A request is answered once per message id, and again when that message is repeated (a lost answer); repeated while it runs, it runs once.
+- A client that goes away changes nothing: its requests go on and their answers wait in the memory of answers.
+- On stop: requests are refused as `closing`, those in flight are answered with what they have, then the process ends.
+
+Not here: what an engine does (engine.py), how weights travel (gyre/weights/transfer.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import OrderedDict
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from gyre.config import Config
+from gyre.net.endpoints import endpoint
+from gyre.net.sockets import Peer, Server, mint
+from gyre.rollout.engine import INITIAL, Completion, Engine, EngineRefused, EngineRequest
+from gyre.types import TensorSpec, Version
+from gyre.weights.transfer import PolicyClient
+from gyre.wire.arrays import f32, i32
+from gyre.wire.codec import Arrays
+from gyre.wire.messages import Abort, EngineRefuse, Generate, Generated, Message, Ping, Pong, ToRollout
+
+if TYPE_CHECKING:
+    from gyre.cli import Setup
+    from gyre.net.worker import Worker
+
+log = logging.getLogger(__name__)
+
+ANSWERS_KEPT: Final = 1024
+STATUS_EVERY_S: Final = 1.0
+
+
+def open_engine(config: Config) -> Engine:
+    """The engine that the configuration names. Slow (it reads weights). Raises `UsageError`."""
+    if config.rollout.engine == "scripted":
+        from gyre.rollout.scripted import open_scripted
+
+        return open_scripted(config)
+    # Threads that spin at barriers cost a shared machine an order of magnitude; OpenMP reads this once, when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from gyre.rollout.torch_engine import open_torch
+
+    return open_torch(config)
+
+
+class _Job(msgspec.Struct):
+    """A request in flight: whom to answer, and which message."""
+
+    peer: Peer
+    cause: str
+
+
+class Desk:
+    """The engine's side of the wire: messages in, answers out. `engine` is None until it is open."""
+
+    def __init__(self, server: Server, cell: str, context: int) -> None:
+        self.engine: Engine | None = None
+        self._server = server
+        self._cell = cell
+        self._context = context
+        self._loop = asyncio.get_running_loop()
+        self._jobs: dict[str, _Job] = {}
+        self._answers: OrderedDict[str, tuple[Generated, Completion]] = OrderedDict()
+        self._idle = asyncio.Event()
+
+    def handle(self, peer: Peer, message: Message, arrays: Arrays) -> None:
+        match message:
+            case Generate():
+                self._generate(peer, message, arrays)
+            case Abort():
+                if self.engine is not None:
+                    self.engine.abort(message.request_id)
+            case Ping():
+                self._server.send(peer, self._pong(peer, message))
+
+    def _generate(self, peer: Peer, message: Generate, arrays: Arrays) -> None:
+        if message.id in self._answers:
+            self._send(peer, *self._answers[message.id])
+            return
+        job = self._jobs.get(message.request_id)
+        if job is not None:
+            job.peer, job.cause = peer, message.id
+            return
+        try:
+            future = self._submit(message, arrays)
+        except EngineRefused as e:
+            self._server.send(
+                peer,
+                EngineRefuse(
+                    id=mint(),
+                    cause=message.id,
+                    request_id=message.request_id,
+                    reason=e.reason,
+                    detail=e.detail,
+                    context_limit=self.engine.context if self.engine is not None else self._context,
+                ),
+            )
+            return
+        self._jobs[message.request_id] = _Job(peer, message.id)
+        future.add_done_callback(lambda f: self._loop.call_soon_threadsafe(self._finished, message.request_id, f))
+
+    def _submit(self, message: Generate, arrays: Arrays) -> Future[Completion]:
+        if self.engine is None:
+            raise EngineRefused("behind", "the engine is loading")
+        return self.engine.submit(
+            EngineRequest(
+                request_id=message.request_id,
+                rollout_id=message.rollout_id,
+                prompt_ids=arrays["prompt_ids"],
+                sampling=message.sampling,
+                seed=message.seed,
+                drawn=message.drawn,
+                stop_ids=message.stop_ids,
+                min_version=message.min_version,
+            )
+        )
+
+    def _finished(self, request_id: str, future: Future[Completion]) -> None:
+        job = self._jobs.pop(request_id)
+        if not self._jobs:
+            self._idle.set()
+        if future.exception() is not None:
+            return  # the engine has died of it, and so will this process
+        done = future.result()
+        message = Generated(id=mint(), cause=job.cause, request_id=request_id, finish_reason=done.finish_reason, spans=done.spans, cell=self._cell)
+        self._answers[job.cause] = message, done
+        if len(self._answers) > ANSWERS_KEPT:
+            self._answers.popitem(last=False)
+        self._send(job.peer, message, done)
+
+    def _send(self, peer: Peer, message: Generated, done: Completion) -> None:
+        self._server.send(peer, message, {"token_ids": i32(done.token_ids), "logprobs": f32(done.logprobs)})
+
+    def _pong(self, peer: Peer, ping: Ping) -> Pong:
+        state = self.engine.state() if self.engine is not None else None
+        return Pong(
+            id=mint(),
+            cause=ping.id,
+            incarnation=self._server.incarnation,
+            cell=self._cell,
+            version=state.version if state else None,
+            request_ids=[r for r, job in self._jobs.items() if (job.peer.name, job.peer.incarnation) == (peer.name, peer.incarnation)],
+            free_slots=state.free if state and state.version is not None else 0,
+            context_limit=self.engine.context if self.engine is not None else self._context,
+        )
+
+    async def close(self, deadline_s: float = 5.0) -> None:
+        """Answer everything in flight with what it has. The engine has ended afterwards."""
+        if self.engine is None:
+            return
+        await asyncio.to_thread(self.engine.close)
+        self._idle.clear()
+        if self._jobs:
+            try:
+                async with asyncio.timeout(deadline_s):
+                    await self._idle.wait()
+            except TimeoutError:
+                log.warning("%d requests were not answered", len(self._jobs))
+
+
+async def run(setup: Setup, worker: Worker, *, follow: bool = True) -> None:
+    """Serve until told to stop. Without `follow`, the model on disk is served as version (0, 0)."""
+    config, cell = setup.config, setup.name or "rollout"
+    server = Server.bind(
+        setup.bind or endpoint(setup.run_dir, "rollout", setup.name),
+        ToRollout,
+        kind="rollout",
+        name=cell,
+        run_id=setup.run_id,
+        insecure=config.net.insecure,
+    )
+    desk = Desk(server, cell, config.rollout.context)
+    tasks = [
+        asyncio.create_task(server.serve(desk.handle), name="serve"),
+        asyncio.create_task(_serve_policy(setup, worker, desk, cell, follow), name="policy"),
+        asyncio.create_task(_report(worker, desk), name="report"),
+    ]
+    stop = asyncio.create_task(worker.stop.wait())
+    try:
+        log.info("%s listens on %s", cell, server.address)
+        ended, _ = await asyncio.wait([*tasks, stop], return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+        worker.status("draining")
+        tasks[1].cancel()
+        await asyncio.wait([tasks[1]])
+        await desk.close()
+    finally:
+        for task in (*tasks, stop):
+            task.cancel()
+        await asyncio.gather(*tasks, stop, return_exceptions=True)
+        await desk.close()
+        server.close()
+
+
+async def _serve_policy(setup: Setup, worker: Worker, desk: Desk, cell: str, follow: bool) -> None:
+    """Open the engine, then keep it at the trainer's newest version; ends only by an error, the engine's death among them."""
+    desk.engine = engine = await asyncio.to_thread(open_engine, setup.config)
+    net = setup.config.net
+
+    async def load(version: Version, tensors: list[TensorSpec], data: memoryview) -> None:
+        started = time.monotonic()
+        await asyncio.wrap_future(engine.load(version, tensors, data))
+        log.info("serving version %d.%d after %.2f s", version.term, version.step, time.monotonic() - started)
+
+    async def policy() -> None:
+        if not follow:
+            await load(INITIAL, [], memoryview(b""))
+            await asyncio.Event().wait()
+        client = PolicyClient(
+            setup.train,
+            load,
+            cell=cell,
+            incarnation=worker.incarnation,
+            run_id=setup.run_id,
+            request_timeout_s=net.request_timeout_s,
+            resend_s=net.resend_s,
+        )
+        await client.run(setup.config.run.start_timeout_s)
+
+    following = asyncio.create_task(policy())
+    stopped = asyncio.wrap_future(engine.stopped)
+    try:
+        await asyncio.wait([following, stopped], return_when=asyncio.FIRST_COMPLETED)
+        for future in (stopped, following):
+            if future.done():
+                future.result()
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def _report(worker: Worker, desk: Desk) -> None:
+    before, at = 0, time.monotonic()
+    while True:
+        await asyncio.sleep(STATUS_EVERY_S)
+        now = time.monotonic()
+        if desk.engine is None:
+            worker.status("starting", "loading the model")
+            continue
+        state = desk.engine.state()
+        rate = (state.generated - before) / (now - at)
+        before, at = state.generated, now
+        if state.version is None:
+            worker.status("starting", "waiting for a policy")
+        else:
+            phase = "working" if state.running else "ready"
+            worker.status(phase, tokens_s=rate, in_flight=state.running, queued=state.queued, term=state.version.term, version=state.version.step)

@@ -1,0 +1,311 @@
+"""Weights on the wire: the core's side, which tells and lends, and the engine's side, which watches, pulls, verifies and loads.
+
+Invariants
+- Whoever watches late learns of the current version at once; an engine watches again every few seconds, so neither a lost message nor a restarted
+  trainer leaves it behind.
+- An engine acknowledges a version only after it serves it. What an earlier life of the engine acknowledged does not count.
+- Bytes are verified before they are loaded. When a snapshot goes away during a pull, its bytes are thrown away and the newest is pulled instead.
+- One pull at a time, `PULLS_IN_FLIGHT` chunks at once: an engine's memory is bounded by one snapshot.
+
+Not here: what loading means (the engine), what publishing waits for (the trainer), the bytes themselves (snapshot.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+import msgspec
+
+from gyre.errors import DeadlineExceeded
+from gyre.net.sockets import Client, Peer, mint
+from gyre.types import TensorSpec, Version
+from gyre.weights.snapshot import Gone, Snapshot, SnapshotStore, checksum_of
+from gyre.wire.arrays import Array
+from gyre.wire.codec import Arrays
+from gyre.wire.messages import (
+    Ack,
+    Chunk,
+    FromTrain,
+    Message,
+    PolicyAvailable,
+    PolicyLoaded,
+    PullChunk,
+    Refuse,
+    SnapshotGone,
+    WatchPolicy,
+)
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES: Final = 8 << 20
+PULLS_IN_FLIGHT: Final = 4
+WATCH_EVERY_S: Final = 2.0
+WATCHER_TTL_S: Final = 20.0
+"""An engine that did not watch again for so long is no longer waited for."""
+
+Send = Callable[[Peer, Message, Mapping[str, Array] | None], None]
+
+
+class _Watcher(msgspec.Struct):
+    peer: Peer
+    cause: str  # its last WatchPolicy
+    seen: float
+    loaded: Version | None = None
+    loaded_s: float = 0.0
+
+
+class PolicyServer:
+    """The core's side. `handle` takes the three messages of ToTrain that are about weights; `send` is `Server.send`.
+
+    `clock` returns monotonic seconds. Everything runs in one asyncio loop; `publish` makes snapshots elsewhere possible (a thread may `pack`).
+    """
+
+    def __init__(self, send: Send, *, lease_ttl_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._send = send
+        self._clock = clock
+        self._store = SnapshotStore(lease_ttl_s)
+        self._watchers: dict[str, _Watcher] = {}  # by cell
+        self._changed = asyncio.Event()
+
+    @property
+    def latest(self) -> Version | None:
+        return self._store.latest.version if self._store.latest else None
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Lend a newer snapshot and tell every engine that watches."""
+        self._store.publish(self._clock(), snapshot)
+        for watcher in self._watchers.values():
+            self._tell(watcher)
+
+    def handle(self, peer: Peer, message: Message) -> bool:
+        """Answer `message` if it is one of WatchPolicy, PullChunk, PolicyLoaded; else return False."""
+        now = self._clock()
+        self._store.expire(now)
+        match message:
+            case WatchPolicy():
+                self._on_watch(now, peer, message)
+            case PullChunk():
+                self._on_pull(now, peer, message)
+            case PolicyLoaded():
+                watcher = self._watcher(now, peer, message.cell)
+                watcher.loaded, watcher.loaded_s = message.version, message.seconds
+                self._store.release(now, self._reader(peer), message.version)
+                self._changed.set()
+                self._send(peer, Ack(id=mint(), cause=message.id), None)
+            case _:
+                return False
+        return True
+
+    def _watcher(self, now: float, peer: Peer, cell: str) -> _Watcher:
+        watcher = self._watchers.get(cell)
+        if watcher is None or watcher.peer.incarnation != peer.incarnation:
+            watcher = self._watchers[cell] = _Watcher(peer, "", now)
+            self._changed.set()
+        watcher.peer, watcher.seen = peer, now
+        return watcher
+
+    def _on_watch(self, now: float, peer: Peer, message: WatchPolicy) -> None:
+        watcher = self._watcher(now, peer, message.cell)
+        watcher.cause = message.id
+        if message.have is not None and message.have != watcher.loaded:
+            watcher.loaded = message.have
+            self._changed.set()
+        self._tell(watcher)
+
+    def _tell(self, watcher: _Watcher) -> None:
+        latest = self._store.latest
+        if latest is None:
+            return  # the first publication will tell it
+        if watcher.loaded != latest.version:
+            self._store.lease(self._clock(), self._reader(watcher.peer), latest.version)
+        self._send(
+            watcher.peer,
+            PolicyAvailable(
+                id=mint(), cause=watcher.cause, version=latest.version, tensors=latest.tensors, nbytes=latest.nbytes, checksum=latest.checksum
+            ),
+            None,
+        )
+
+    def _on_pull(self, now: float, peer: Peer, message: PullChunk) -> None:
+        try:
+            data = self._store.read(now, self._reader(peer), message.version, message.offset, message.nbytes)
+        except ValueError as e:
+            self._send(peer, Refuse(id=mint(), cause=message.id, reason=str(e)), None)
+            return
+        if not isinstance(data, Gone):
+            self._send(peer, Chunk(id=mint(), cause=message.id, version=message.version, offset=message.offset), {"data": data})
+        elif data.latest is not None:
+            self._send(peer, SnapshotGone(id=mint(), cause=message.id, latest=data.latest), None)
+        else:
+            self._send(peer, Refuse(id=mint(), cause=message.id, reason="no weights have been published yet", stale=True), None)
+
+    @staticmethod
+    def _reader(peer: Peer) -> str:
+        return f"{peer.name}/{peer.incarnation}"
+
+    def loaded(self) -> dict[str, Version | None]:
+        """What each engine that watches has acknowledged, by cell."""
+        now = self._clock()
+        self._watchers = {c: w for c, w in self._watchers.items() if w.seen + WATCHER_TTL_S > now}
+        return {cell: w.loaded for cell, w in self._watchers.items()}
+
+    async def wait_loaded(self, version: Version, deadline_s: float, *, grace_s: float | None = None) -> list[str]:
+        """The cells that acknowledged `version` or newer, once every engine that watches did.
+
+        If only some did, those after `grace_s` (default: the deadline). Raises `DeadlineExceeded` when none did by then.
+        """
+        started = self._clock()
+        while True:
+            self._changed.clear()
+            loaded = self.loaded()
+            done = sorted(cell for cell, has in loaded.items() if has is not None and has >= version)
+            waited_s = self._clock() - started
+            if done and (len(done) == len(loaded) or waited_s >= (deadline_s if grace_s is None else grace_s)):
+                return done
+            if waited_s >= deadline_s:
+                missing = ", ".join(sorted(loaded)) or "none watches"
+                raise DeadlineExceeded(f"an engine to acknowledge version {version.term}.{version.step} (engines: {missing})", waited_s)
+            try:
+                async with asyncio.timeout(min(1.0, deadline_s - waited_s)):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue  # an engine may have fallen silent meanwhile
+
+
+Load = Callable[[Version, list[TensorSpec], memoryview], Awaitable[None]]
+"""Serve these weights from now on; returns when it is so. The bytes are the callee's until it returns."""
+
+
+class PolicyClient:
+    """The engine's side: keeps the engine at the newest version that the trainer at `address` lends, until cancelled.
+
+    What `load` raises ends `run`. Losing the trainer does not: the engine goes on serving what it has and watches again.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        load: Load,
+        *,
+        cell: str,
+        incarnation: str,
+        run_id: str = "",
+        request_timeout_s: float = 60.0,
+        resend_s: float = 5.0,
+        chunk_bytes: int = CHUNK_BYTES,
+        watch_every_s: float = WATCH_EVERY_S,
+    ) -> None:
+        self._address = address
+        self._load = load
+        self._cell = cell
+        self._incarnation = incarnation
+        self._run_id = run_id
+        self._timeout_s = request_timeout_s
+        self._resend_s = resend_s
+        self._chunk_bytes = chunk_bytes
+        self._watch_every_s = watch_every_s
+        self._offer: PolicyAvailable | None = None
+        self._offered = asyncio.Event()
+        self.version: Version | None = None
+
+    async def run(self, start_timeout_s: float) -> None:
+        """Watch and load until cancelled. Raises `DeadlineExceeded` when no trainer answers within `start_timeout_s`, or `Refused`."""
+        client = Client.connect(
+            self._address,
+            FromTrain,
+            kind="rollout",
+            name=self._cell,
+            incarnation=self._incarnation,
+            run_id=self._run_id,
+            resend_s=self._resend_s,
+            on_push=self._on_push,
+        )
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            await client.ready(start_timeout_s, "gyre-train")
+            tasks += [asyncio.create_task(self._watch(client)), asyncio.create_task(self._follow(client))]
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            client.close()
+
+    def _on_push(self, message: Message, arrays: Arrays) -> None:
+        if isinstance(message, PolicyAvailable) and (self.version is None or message.version > self.version):
+            self._offer = message
+            self._offered.set()
+
+    async def _watch(self, client: Client) -> None:
+        while True:
+            client.send(WatchPolicy(id=mint(), cell=self._cell, have=self.version))
+            await asyncio.sleep(self._watch_every_s)
+
+    async def _follow(self, client: Client) -> None:
+        while True:
+            await self._offered.wait()
+            self._offered.clear()
+            offer, self._offer = self._offer, None
+            if offer is None or (self.version is not None and offer.version <= self.version):
+                continue
+            started = time.monotonic()
+            data = await self._pull(client, offer)
+            if data is None:
+                continue  # what replaced it was offered already, or the next watch is answered by what there is
+            await self._load(offer.version, offer.tensors, memoryview(data))
+            self.version = offer.version
+            await self._acknowledge(client, offer.version, time.monotonic() - started)
+
+    async def _acknowledge(self, client: Client, version: Version, seconds: float) -> None:
+        loaded = PolicyLoaded(id=mint(), version=version, cell=self._cell, seconds=seconds)
+        try:
+            await client.request(loaded, deadline_s=self._timeout_s, what=f"gyre-train to note version {version.term}.{version.step}")
+        except DeadlineExceeded as e:
+            log.warning("%s; the next watch tells it", e)
+
+    async def _pull(self, client: Client, offer: PolicyAvailable) -> bytearray | None:
+        """All bytes of a snapshot, verified, or None when it is gone (or the trainer is)."""
+        data = bytearray(offer.nbytes)
+        offsets = iter(range(0, offer.nbytes, self._chunk_bytes))
+        failures: list[str] = []
+
+        async def puller() -> None:
+            for offset in offsets:  # shared: each puller takes the next one
+                failure = await self._pull_chunk(client, offer.version, data, offset)
+                if failure:
+                    failures.append(failure)
+                if failures:
+                    return
+
+        await asyncio.gather(*(puller() for _ in range(PULLS_IN_FLIGHT)))
+        if not failures and await asyncio.to_thread(checksum_of, data) != offer.checksum:
+            failures.append("its bytes do not have its checksum")
+        if failures:
+            log.warning("version %d.%d not loaded: %s", offer.version.term, offer.version.step, failures[0])
+            return None
+        return data
+
+    async def _pull_chunk(self, client: Client, version: Version, data: bytearray, offset: int) -> str:
+        """Fill one chunk of `data`; returns why not, or ""."""
+        nbytes = min(self._chunk_bytes, len(data) - offset)
+        pull = PullChunk(id=mint(), version=version, offset=offset, nbytes=nbytes)
+        try:
+            reply, arrays = await client.request(pull, deadline_s=self._timeout_s, what="a chunk of weights")
+        except DeadlineExceeded as e:
+            return str(e)
+        match reply:
+            case Chunk() if len(arrays["data"]) == nbytes:
+                data[offset : offset + nbytes] = arrays["data"]
+                return ""
+            case SnapshotGone():
+                return f"gone, {reply.latest.term}.{reply.latest.step} replaced it"
+            case Refuse():
+                return reply.reason
+            case _:
+                return f"unexpected answer {type(reply).__name__}"
