@@ -1,0 +1,179 @@
+"""Checkpoints: `checkpoints/step-N/` is a Hugging Face model directory with the optimizer beside it.
+
+Invariants
+- A directory named step-N is complete: it is written under another name, flushed to disk and renamed. The checksums in `gyre.json` tell
+  damage that came later.
+- Nothing is pickled: weights and optimizer are safetensors, the rest is JSON.
+- What is loaded continues bit for bit: fp32 masters, both moments, the counters of AdamW, torch's random state.
+
+Not here: which groups a checkpoint consumed (the buffer's ledger knows by step), when to save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gyre.errors import WorkFailed
+from gyre.train.optimizer import Learner
+
+log = logging.getLogger(__name__)
+
+STATE: Final = "gyre.json"
+OPTIMIZER: Final = "optimizer.safetensors"
+_NAME: Final = re.compile(r"step-(\d+)")
+_TOKENIZER: Final = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_template*", "generation_config.json",
+)  # fmt: skip
+
+
+class FileSum(msgspec.Struct, frozen=True):
+    """Size and blake2b-128 of a file."""
+
+    nbytes: int
+    blake2b: str
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """`gyre.json`: what a checkpoint holds beside tensors. The learning rate follows from `step` and the configuration; it is kept for readers."""
+
+    schema: str = "gyre.checkpoint/1"
+    term: int
+    step: int
+    lr: float
+    files: dict[str, FileSum] = {}
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """A checkpoint that was read and found whole."""
+
+    path: Path
+    state: State
+
+
+def save(directory: Path, learner: Learner, *, term: int, step: int, lr: float, keep: int) -> Path:
+    """Write `directory`/step-N, replacing an older one of that step. Of the others the last `keep` - 1 before it remain; later ones are of a life
+    that was given up. Raises `WorkFailed` when the disk fails."""
+    final = directory / f"step-{step}"
+    work = directory / f".step-{step}.tmp"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        _write(work, learner, State(term=term, step=step, lr=lr))
+        if final.exists():
+            final.rename(directory / f".step-{step}.old")
+        work.rename(final)
+        _fsync(directory)
+        kept = sorted((n, p) for n, p in _found(directory) if n <= step)[-keep:]
+        for stale in [*directory.glob(".step-*"), *(p for n, p in _found(directory) if (n, p) not in kept)]:
+            shutil.rmtree(stale)
+    except OSError as e:
+        raise WorkFailed(f"checkpoint {final} could not be written: {e}") from e
+    return final
+
+
+def _write(work: Path, learner: Learner, state: State) -> None:
+    policy = learner.policy
+    policy.model.save_pretrained(work)
+    for pattern in _TOKENIZER:
+        for file in policy.source.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, work / file.name)
+    save_file(optimizer_tensors(learner), work / OPTIMIZER)
+    files = {p.name: _sum(p) for p in sorted(work.iterdir())}
+    (work / STATE).write_bytes(msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(state, files=files))))
+    for p in work.iterdir():
+        _fsync(p)
+    _fsync(work)
+
+
+def optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
+    """All that continues a run beside the weights: moments and counters by parameter, masters where the model is not fp32, random state."""
+    tensors: dict[str, Tensor] = {"random/torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors["random/cuda"] = torch.cuda.get_rng_state()
+    for name, master in learner.masters.items():
+        if master is not learner.parameters[name]:
+            tensors[f"master/{name}"] = master.detach().cpu().contiguous()
+        for key, value in learner.adam.state.get(master, {}).items():
+            tensors[f"{key}/{name}"] = value.detach().cpu().contiguous()
+    return tensors
+
+
+def restore(learner: Learner, checkpoint: Checkpoint) -> None:
+    """Set the optimizer of a learner whose policy was loaded from `checkpoint.path`. Raises `WorkFailed` when it is another model's."""
+    tensors = load_file(checkpoint.path / OPTIMIZER)
+    torch.set_rng_state(tensors.pop("random/torch"))
+    cuda = tensors.pop("random/cuda", None)
+    if cuda is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(cuda)
+    with torch.no_grad():
+        for key, value in tensors.items():
+            kind, _, name = key.partition("/")
+            master = learner.masters.get(name)
+            if master is None or (value.ndim and value.shape != master.shape):
+                raise WorkFailed(f"{checkpoint.path / OPTIMIZER} does not fit the model: {name}")
+            if kind == "master":
+                master.copy_(value)
+            else:
+                learner.adam.state[master][kind] = value if kind == "step" else value.to(master.device)
+
+
+def last_good(directory: Path) -> Checkpoint | None:
+    """The newest whole checkpoint; newer ones that are torn or damaged are skipped, with a message that says why."""
+    for _, path in sorted(_found(directory), reverse=True):
+        try:
+            return verify(path)
+        except ValueError as e:
+            log.warning("checkpoint %s skipped: %s", path, e)
+    return None
+
+
+def verify(path: Path) -> Checkpoint:
+    """Read a checkpoint's state and compare its checksums. Raises ValueError saying what is wrong."""
+    try:
+        state = msgspec.json.decode((path / STATE).read_bytes(), type=State)
+        for name, expected in state.files.items():
+            if Path(name).name != name:
+                raise ValueError(f"{STATE} names {name!r}")
+            if _sum(path / name) != expected:
+                raise ValueError(f"{name} has another checksum than when it was written")
+    except (OSError, msgspec.DecodeError, SafetensorError) as e:
+        raise ValueError(str(e)) from e
+    if OPTIMIZER not in state.files:
+        raise ValueError(f"{STATE} does not name {OPTIMIZER}")
+    return Checkpoint(path, state)
+
+
+def _found(directory: Path) -> Iterator[tuple[int, Path]]:
+    if directory.is_dir():
+        for p in directory.iterdir():
+            if match := _NAME.fullmatch(p.name):
+                yield int(match[1]), p
+
+
+def _sum(path: Path) -> FileSum:
+    with path.open("rb") as f:
+        digest = hashlib.file_digest(f, lambda: hashlib.blake2b(digest_size=16))
+    return FileSum(path.stat().st_size, digest.hexdigest())
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,186 @@
+"""The buffer as the trainer sees it: questions in, answers or exceptions out.
+
+Invariants
+- Every request carries the term; a refusal of one that only the core may make means that a newer core exists, and is `WorkFailed`.
+- An accumulator belongs to (cell, incarnation): when the buffer voids it, `Voided` is raised and `rejoin` begins a new incarnation.
+- The client repeats requests while the buffer is away, so the caller just waits, at most net.request_timeout_s beyond what it asked for.
+
+Not here: what to do about any of it (loop.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any, Final
+
+from gyre.config import Config
+from gyre.errors import WorkFailed
+from gyre.net.sockets import Client, mint
+from gyre.train.model import MicroStepData
+from gyre.types import Version
+from gyre.wire.codec import Arrays
+from gyre.wire.messages import (
+    Accumulated,
+    Ack,
+    AcquireTerm,
+    CheckpointSaved,
+    ClaimMicroStep,
+    CommitStep,
+    Manifest,
+    Message,
+    MicroStepClaimed,
+    Note,
+    NothingToClaim,
+    Published,
+    Refuse,
+    RenewClaims,
+    SealStep,
+    TermGranted,
+)
+
+log = logging.getLogger(__name__)
+
+WAIT_S: Final = 2.0  # how long the buffer may sit on a claim or a seal; below the client's resend_s
+
+
+class Voided(Exception):
+    """The buffer does not count on this incarnation's accumulator any more."""
+
+
+class Claim:
+    """A micro-step to accumulate."""
+
+    def __init__(self, message: MicroStepClaimed, arrays: Arrays) -> None:
+        self.micro_step_id = message.micro_step_id
+        self.data = MicroStepData.from_arrays(message.trajectories, arrays)
+
+
+class Ledger:
+    """One cell's trainer at the buffer. `acquire` comes first."""
+
+    def __init__(self, client: Client, config: Config, *, cell: str, incarnation: str) -> None:
+        self.term = 0
+        self.incarnation = incarnation
+        self._client = client
+        self._cell = cell
+        self._life = 0
+        self._first = incarnation
+        self._timeout_s = config.net.request_timeout_s
+        self._renew_s = config.train.claim_ttl_s / 3
+        self._voided = False
+
+    async def acquire(self, step: int) -> int:
+        """Become the core from the checkpoint at `step`. Returns the run's total of steps."""
+        reply = await self._ask(AcquireTerm(id=mint(), cell=self._cell, step=step), "gyre-buffer to grant a term")
+        match reply:
+            case TermGranted():
+                self.term = reply.term
+                return reply.total_steps
+            case Refuse():
+                raise WorkFailed(f"the buffer grants no term from step {step}: {reply.reason}")
+            case _:
+                raise self._unexpected(reply)
+
+    async def claim(self, step: int) -> Claim | NothingToClaim:
+        """The next micro-step of `step`, or why there is none now. Raises `Voided`."""
+        message = ClaimMicroStep(id=mint(), term=self.term, step=step, cell=self._cell, incarnation=self.incarnation, wait_s=WAIT_S)
+        self._check()
+        reply, arrays = await self._request(message, f"a micro-step of step {step}")
+        match reply:
+            case MicroStepClaimed():
+                return Claim(reply, arrays)
+            case NothingToClaim():
+                return reply
+            case _:
+                raise self._refused(reply)
+
+    async def accumulated(self, step: int, micro_step_id: str) -> None:
+        """Tell that a claim's gradient is in the accumulator. Raises `Voided`."""
+        self._check()
+        message = Accumulated(id=mint(), term=self.term, step=step, micro_step_id=micro_step_id, cell=self._cell, incarnation=self.incarnation)
+        reply = await self._ask(message, f"gyre-buffer to note micro-step {micro_step_id}")
+        if not isinstance(reply, Ack):
+            raise self._refused(reply)
+
+    async def seal(self, step: int) -> Manifest | NothingToClaim:
+        """Close the step; its manifest, or what is missing for it. Raises `Voided`."""
+        self._check()
+        reply = await self._ask(SealStep(id=mint(), term=self.term, step=step, wait_s=WAIT_S), f"the manifest of step {step}")
+        if isinstance(reply, Manifest | NothingToClaim):
+            return reply
+        raise self._refused(reply)
+
+    async def commit(self, manifest: Manifest, metrics: dict[str, float | None]) -> None:
+        """Make the update of a manifest count."""
+        message = CommitStep(id=mint(), term=self.term, step=manifest.step, hash=manifest.hash, metrics=metrics)
+        await self._must(message, f"gyre-buffer to commit step {manifest.step}")
+
+    async def published(self, version: Version, cells: list[str], seconds: float) -> None:
+        """Tell that the engines of `cells` serve `version`."""
+        message = Published(id=mint(), version=version, cells=cells, seconds=seconds)
+        await self._must(message, f"gyre-buffer to note the publication of step {version.step}")
+
+    async def checkpoint_saved(self, step: int, path: Path) -> None:
+        """Tell that a restart will need nothing before `step`."""
+        message = CheckpointSaved(id=mint(), term=self.term, step=step, path=str(path))
+        await self._must(message, f"gyre-buffer to note the checkpoint of step {step}")
+
+    async def note(self, event: str, **fields: Any) -> None:
+        """An event for the run's log."""
+        await self._must(Note(id=mint(), event=event, fields=fields), f"gyre-buffer to log {event}")
+
+    def rejoin(self) -> None:
+        """Begin a new incarnation, with an empty accumulator."""
+        self._life += 1
+        self.incarnation = f"{self._first}.{self._life}"
+        self._voided = False
+
+    async def renew_for_ever(self) -> None:
+        """Keep the claims' leases alive, until cancelled."""
+        while True:
+            await asyncio.sleep(self._renew_s)
+            incarnation = self.incarnation
+            message = RenewClaims(id=mint(), term=self.term, cell=self._cell, incarnation=incarnation)
+            reply = await self._ask(message, "gyre-buffer to renew claims")
+            if isinstance(reply, Refuse) and incarnation == self.incarnation:
+                self._voided = True
+
+    def _check(self) -> None:
+        if self._voided:
+            raise Voided("its lease ran out")
+
+    async def _ask(self, message: Message, what: str) -> Message:
+        return (await self._request(message, what))[0]
+
+    async def _request(self, message: Message, what: str) -> tuple[Message, Arrays]:
+        answer = await self._client.request(message, deadline_s=self._timeout_s, what=what)
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError  # before Python 3.12, asyncio.wait_for swallows a cancellation that meets its answer
+        return answer
+
+    async def _must(self, message: Message, what: str) -> None:
+        match reply := await self._ask(message, what):
+            case Ack():
+                return
+            case Refuse():
+                newer = "a newer core exists: " if reply.stale else ""
+                raise WorkFailed(f"the buffer refused {type(message).__name__}: {newer}{reply.reason}")
+            case _:
+                raise self._unexpected(reply)
+
+    def _refused(self, reply: Message) -> Exception:
+        """What a refusal of a cell's request means: voided if stale."""
+        match reply:
+            case Refuse(stale=True):
+                return Voided(reply.reason)
+            case Refuse():
+                return WorkFailed(f"the buffer refused: {reply.reason}")
+            case _:
+                return self._unexpected(reply)
+
+    @staticmethod
+    def _unexpected(reply: Message) -> Exception:
+        return AssertionError(f"unexpected answer {type(reply).__name__}")

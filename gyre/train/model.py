@@ -1,0 +1,209 @@
+"""The policy as the trainer sees it: a Hugging Face causal model, and log-probs of the tokens that bear loss.
+
+Invariants
+- Log-probs are those of the distribution tokens are drawn from at the run's temperature, computed in fp32.
+- Logits exist for the positions that predict a trainable token only, a bounded number of rows at a time; the backward pass computes them again.
+- Rows are padded on the right, so a causal model needs no attention mask; a row ends before its last trainable token.
+- The model stays in evaluation mode: dropout would make the ratio to the rollout's log-probs a lottery.
+
+Not here: top-p and top-k (the rollout's log-probs are of the truncated distribution, these of the whole), parallelism within a cell.
+
+Shapes: R rows of a micro-batch, T padded length, N trainable tokens, C ≤ N rows of a chunk, D hidden size, V vocabulary; `_S` is all tokens of a
+micro-step one behind the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from gyre.config import Model
+from gyre.errors import UsageError
+from gyre.types import PackedTrajectory
+
+_LOGITS_AT_ONCE: Final = 1 << 24  # elements of a chunk's logits: 64 MiB in fp32
+
+
+class TokenStats(NamedTuple):
+    """Of each trainable token: its log-prob (with gradient) and the entropy of the distribution it was drawn from (without)."""
+
+    logprobs_N: Tensor
+    entropy_N: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MicroStepData:
+    """A claimed micro-step: its trajectories and their tokens one behind the other, on the CPU."""
+
+    trajectories: Sequence[PackedTrajectory]
+    token_ids_S: Tensor
+    loss_mask_S: Tensor
+    logprobs_S: Tensor
+    versions_S: Tensor
+
+    @classmethod
+    def from_arrays(cls, trajectories: Sequence[PackedTrajectory], arrays: dict[str, memoryview]) -> MicroStepData:
+        """From a message's arrays, which are read-only and not ours, hence copied."""
+
+        def tensor(name: str, dtype: torch.dtype) -> Tensor:
+            raw = bytearray(arrays[name])
+            return torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+
+        data = cls(
+            trajectories,
+            tensor("token_ids", torch.int32),
+            tensor("loss_mask", torch.int8),
+            tensor("logprobs", torch.float32),
+            tensor("versions", torch.int32),
+        )
+        n_tokens = sum(t.n_tokens for t in trajectories)
+        assert all(len(a) == n_tokens for a in (data.token_ids_S, data.loss_mask_S, data.logprobs_S, data.versions_S)), "arrays of one length"
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows that go through the model together. `at_N` points into the flattened [R·T] positions that predict `targets_N`."""
+
+    ids_RT: Tensor
+    at_N: Tensor
+    targets_N: Tensor
+    old_logprobs_N: Tensor
+    versions_N: Tensor
+    advantages_N: Tensor
+    execution_trainable_N: Tensor
+    learns: bool  # some advantage is not 0: else there is nothing to go backward for
+
+
+class _Row(NamedTuple):
+    """A trajectory's share of a micro-step: where it starts, the positions of its trainable tokens, its length as model input."""
+
+    trajectory: PackedTrajectory
+    start: int
+    positions: Tensor
+    length: int
+
+
+def micro_batches(data: MicroStepData, tokens: int, device: torch.device) -> Iterator[MicroBatch]:
+    """Cut a micro-step into batches of at most `tokens` padded tokens (a longer row gets one of its own), rows of like length together.
+
+    Trajectories without advantage come in batches of their own, for their statistics. A trajectory's first token has no prediction and is never
+    trainable; one without a trainable token is left out.
+    """
+    rows: list[_Row] = []
+    start = 0
+    for t in data.trajectories:
+        positions = data.loss_mask_S[start + 1 : start + t.n_tokens].nonzero().flatten() + 1
+        if len(positions):
+            rows.append(_Row(t, start, positions, int(positions[-1])))
+        start += t.n_tokens
+    rows.sort(key=lambda r: (r.trajectory.advantage == 0, r.length))
+    batch: list[_Row] = []
+    for row in rows:
+        same = batch and (batch[0].trajectory.advantage == 0) == (row.trajectory.advantage == 0)
+        if batch and (not same or row.length * (len(batch) + 1) > tokens):
+            yield _micro_batch(data, batch, device)
+            batch = []
+        batch.append(row)
+    if batch:
+        yield _micro_batch(data, batch, device)
+
+
+def _micro_batch(data: MicroStepData, rows: list[_Row], device: torch.device) -> MicroBatch:
+    width = max(r.length for r in rows)
+    ids_RT = torch.zeros(len(rows), width, dtype=torch.int64)
+    for i, r in enumerate(rows):
+        ids_RT[i, : r.length] = data.token_ids_S[r.start : r.start + r.length]
+    at_N = torch.cat([i * width + r.positions - 1 for i, r in enumerate(rows)])
+    from_N = torch.cat([r.start + r.positions for r in rows])
+    counts_R = torch.tensor([len(r.positions) for r in rows])
+    advantages_R = torch.tensor([r.trajectory.advantage for r in rows], dtype=torch.float32)
+    trainable_R = torch.tensor([r.trajectory.execution_trainable for r in rows], dtype=torch.float32)
+    return MicroBatch(
+        ids_RT=ids_RT.to(device),
+        at_N=at_N.to(device),
+        targets_N=data.token_ids_S[from_N].long().to(device),
+        old_logprobs_N=data.logprobs_S[from_N].to(device),
+        versions_N=data.versions_S[from_N].to(device),
+        advantages_N=advantages_R.repeat_interleave(counts_R).to(device),
+        execution_trainable_N=trainable_R.repeat_interleave(counts_R).to(device),
+        learns=bool((advantages_R != 0).any()),
+    )
+
+
+class Policy:
+    """A causal model with its directory. `model` is the Hugging Face model, in evaluation mode."""
+
+    def __init__(self, model: Any, source: Path, temperature: float, logits_at_once: int = _LOGITS_AT_ONCE) -> None:
+        self.model = model.eval()
+        self.source = source
+        self.device: torch.device = next(model.parameters()).device
+        self._temperature = temperature or 1.0  # greedy rollouts are scored by the distribution itself
+        self._body = model.base_model
+        self._head = model.get_output_embeddings()
+        self._rows_at_once = max(1, logits_at_once // int(model.config.get_text_config().vocab_size))
+        self._check_head()
+
+    @classmethod
+    def load(cls, path: Path, config: Model, temperature: float) -> Policy:
+        """Load a model directory. Raises `UsageError` for a directory or device that cannot be used."""
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()  # type: ignore[no-untyped-call]  # a process's log is no place for one
+        if not path.is_dir():
+            raise UsageError("model.path", f"{str(path)!r} is not a directory", "give a Hugging Face model directory")
+        if not (path / "config.json").is_file():
+            raise UsageError("model.path", f"{path} has no config.json", "give a Hugging Face model directory")
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, config.dtype), local_files_only=True)
+        except (OSError, ValueError, KeyError, RuntimeError) as e:
+            first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+            raise UsageError("model.path", f"{path} cannot be loaded ({first})", "give a complete Hugging Face causal model") from e
+        return cls(model.to(_device(config.device)), path, temperature)
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Models that scale or cap their logits behind the output embeddings would be trained on wrong log-probs."""
+        if self._head is None or self._body is self.model:
+            raise UsageError("model.path", f"{type(self.model).__name__} has no separate output embeddings", "give a decoder-only causal model")
+        ids = torch.arange(2, device=self.device)[None]
+        whole = self.model(input_ids=ids, use_cache=False).logits
+        if not torch.allclose(whole, self._head(self._body(input_ids=ids, use_cache=False).last_hidden_state), rtol=1e-3, atol=1e-3):
+            name = type(self.model).__name__
+            raise UsageError("model.path", f"{name} changes its logits after the output embeddings", "give a model that does not cap or scale them")
+
+    def token_stats(self, batch: MicroBatch) -> TokenStats:
+        """Log-prob and entropy of each trainable token of a micro-batch."""
+        hidden_RTD = self._body(input_ids=batch.ids_RT, use_cache=False).last_hidden_state
+        hidden_ND = hidden_RTD.flatten(0, 1)[batch.at_N]
+        size = self._rows_at_once
+        if len(batch.at_N) <= size:
+            return TokenStats(*self._chunk(hidden_ND, batch.targets_N))
+        parts = [
+            checkpoint(self._chunk, hidden_CD, targets_C, use_reentrant=False, preserve_rng_state=False)
+            for hidden_CD, targets_C in zip(torch.split(hidden_ND, size), torch.split(batch.targets_N, size), strict=True)
+        ]
+        return TokenStats(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
+
+    def _chunk(self, hidden_CD: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+        logits_CV = self._head(hidden_CD).float()
+        if self._temperature != 1.0:
+            logits_CV = logits_CV / self._temperature
+        all_logprobs_CV = torch.log_softmax(logits_CV, -1)
+        with torch.no_grad():
+            entropy_C = -(all_logprobs_CV.exp() * all_logprobs_CV).nan_to_num(0.0).sum(-1)
+        return all_logprobs_CV.gather(-1, targets_C[:, None])[:, 0], entropy_C
+
+
+def _device(name: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise UsageError("model.device", "no usable GPU", "set it to auto or cpu")
+    return torch.device("cuda" if name != "cpu" and available else "cpu")

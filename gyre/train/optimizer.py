@@ -1,0 +1,139 @@
+"""The gradient accumulator and the update: numerators in fp32, divided once, clipped, AdamW.
+
+Invariants
+- Between `zero` and `update` the accumulator holds Σ ∇ numerator over what was accumulated, undivided, in fp32 whatever the weights' type, and
+  the weights do not change.
+- The masters are fp32: the model's own parameters if it is fp32, else copies which are rounded into the model after each update.
+- Weight decay spares vectors (norms, biases).
+
+Not here: which micro-steps belong to a step (the ledger's), reduction over cells.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gyre.config import Train
+from gyre.errors import UsageError, WorkFailed
+from gyre.train.metrics import Tally, detached
+from gyre.train.model import MicroBatch, MicroStepData, Policy, micro_batches
+from gyre.train.objective import OBJECTIVES, numerator
+
+
+def learning_rate(train: Train, step: int, total_steps: int) -> float:
+    """The rate of step 1..total_steps: linear warm-up, then constant or a decay that reaches lr_min at the last step."""
+    if step <= train.warmup_steps:
+        return train.lr * step / train.warmup_steps
+    if train.lr_schedule == "constant" or total_steps <= train.warmup_steps:
+        return train.lr
+    done = min(1.0, (step - train.warmup_steps) / (total_steps - train.warmup_steps))
+    share = 1.0 - done if train.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return train.lr_min + (train.lr - train.lr_min) * share
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What an update did. Without one (nothing to learn from, or a gradient that is zero or not finite) weights and moments are as before."""
+
+    updated: bool
+    grad_norm: float | None  # before clipping
+    lr: float
+
+
+class Learner:
+    """A policy with its accumulator and optimizer state. Not thread-safe: one thread computes."""
+
+    def __init__(self, policy: Policy, train: Train, total_steps: int) -> None:
+        if train.ratio_low >= train.ratio_high:
+            raise UsageError("train.ratio_low", f"{train.ratio_low} is not below train.ratio_high = {train.ratio_high}", "lower it")
+        self.policy = policy
+        self.tally = Tally()
+        self._train = train
+        self.total_steps = total_steps
+        self._objective = OBJECTIVES[train.objective]
+        self.parameters: dict[str, Tensor] = dict(policy.model.named_parameters())
+        self.masters = {n: p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for n, p in self.parameters.items()}
+        self._sums = {n: torch.zeros_like(m, requires_grad=False) for n, m in self.masters.items()}
+        for name, p in self.parameters.items():
+            p.register_post_accumulate_grad_hook(self._adder(name))  # type: ignore[no-untyped-call]
+        groups = [
+            {"params": [m for m in self.masters.values() if m.ndim >= 2], "weight_decay": train.weight_decay},
+            {"params": [m for m in self.masters.values() if m.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=train.lr, betas=(train.beta1, train.beta2))
+
+    def _adder(self, name: str) -> Callable[[Tensor], None]:
+        sums = self._sums[name]
+
+        def add(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            sums.add_(parameter.grad)
+            parameter.grad = None
+
+        return add
+
+    def zero(self) -> None:
+        """Forget what was accumulated."""
+        for s in self._sums.values():
+            s.zero_()
+        self.tally = Tally()
+
+    def accumulate(self, data: MicroStepData, version: int) -> None:
+        """Add a micro-step's gradient of the objective's numerator. `version` is that of the weights."""
+        for batch in micro_batches(data, self._train.micro_step_tokens, self.policy.device):
+            self._accumulate(batch, version)
+
+    def _accumulate(self, batch: MicroBatch, version: int) -> None:
+        if not bool(batch.old_logprobs_N.isfinite().all()):
+            raise WorkFailed("a trainable token came without the log-prob it was sampled with")
+        with torch.set_grad_enabled(batch.learns):
+            stats = self.policy.token_stats(batch)
+            losses = self._objective.loss(stats.logprobs_N, batch.old_logprobs_N, batch.advantages_N, self._train.ratio_low, self._train.ratio_high)
+            total = numerator(losses.loss_N, batch.execution_trainable_N)
+        if batch.learns:
+            total.backward()  # type: ignore[no-untyped-call]
+        self.tally.add(
+            numerator=float(total.detach()),
+            new_logprobs_N=detached(stats.logprobs_N),
+            old_logprobs_N=detached(batch.old_logprobs_N),
+            entropy_N=detached(stats.entropy_N),
+            outside_N=losses.outside_N.cpu(),
+            versions_N=batch.versions_N.cpu(),
+            version=version,
+        )
+
+    def gradient(self, denominator: int) -> dict[str, Tensor]:
+        """The step's gradient: the accumulated numerators divided by the objective's denominator."""
+        return {n: s / denominator for n, s in self._sums.items()}
+
+    @torch.no_grad()
+    def update(self, step: int, executions: int) -> Update:
+        """Divide, clip, AdamW; then forget the gradient. The tally stays until `zero`."""
+        lr = learning_rate(self._train, step, self.total_steps)
+        if executions == 0 or self.tally.trainable == 0:
+            return Update(False, None, lr)
+        for s in self._sums.values():
+            s.div_(executions)
+        norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(s) for s in self._sums.values()])))
+        if not math.isfinite(norm):
+            return Update(False, None, lr)
+        if norm == 0:  # every group was uniform: momentum alone would drift on without any signal
+            return Update(False, 0.0, lr)
+        if 0 < self._train.clip_norm < norm:
+            for s in self._sums.values():
+                s.mul_(self._train.clip_norm / norm)
+        for name, master in self.masters.items():
+            master.grad = self._sums[name]
+        for group in self.adam.param_groups:
+            group["lr"] = lr
+        self.adam.step()
+        for name, master in self.masters.items():
+            master.grad = None
+            if master is not self.parameters[name]:
+                self.parameters[name].copy_(master)
+        return Update(True, norm, lr)
