@@ -1,0 +1,199 @@
+"""hosts.txt: which processes run where.
+
+    file   := (blank | "#"… | line)*
+    line   := KIND target ("," target)* (KEY "=" VALUE)*      shell quoting
+    KIND   := buffer | sandbox | cell | rollout-cell | train-cell
+    target := [USER "@"] HOST [":" SSHPORT]                   node[01-16,20]; [v6]; never a leading "-"
+    KEY    := name gpus ranks slots bind python env.NAME set.table.key
+
+A range makes a line each; commas make one cell of several nodes, the first being rank 0. Every mistake is a `UsageError` with `FILE:LINE`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from gyre.errors import UsageError
+
+
+class Kind(StrEnum):
+    BUFFER = "buffer"
+    SANDBOX = "sandbox"
+    CELL = "cell"
+    ROLLOUT_CELL = "rollout-cell"
+    TRAIN_CELL = "train-cell"
+
+
+class Host(msgspec.Struct, frozen=True):
+    """Where a process runs."""
+
+    host: str
+    user: str = ""
+    ssh_port: int = 22
+
+    @property
+    def local(self) -> bool:
+        return self.host in ("localhost", "127.0.0.1", "::1") and not self.user
+
+
+class Line(msgspec.Struct, frozen=True):
+    """One process, or one cell, of hosts.txt."""
+
+    kind: Kind
+    name: str
+    hosts: list[Host]
+    where: str  # FILE:LINE
+    gpus: list[int] = []
+    slots: int | None = None
+    bind: str | None = None
+    python: str | None = None
+    env: dict[str, str] = {}
+    sets: list[str] = []
+
+
+_KEYS = ("name", "gpus", "slots", "bind", "python")
+_TARGET = re.compile(r"(?:(?P<user>[A-Za-z_][\w.-]*)@)?(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_][\w.\[\],-]*)(?::(?P<port>\d+))?$")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}$")
+
+
+def parse(text: str, file: str) -> list[Line]:
+    """The lines of a hosts file with ranges unfolded. Raises `UsageError`."""
+    lines: list[Line] = []
+    counts: dict[Kind, int] = {}
+    for number, raw in enumerate(text.splitlines(), 1):
+        where = f"{file}:{number}"
+        try:
+            words = shlex.split(raw, comments=True)
+        except ValueError as e:
+            raise UsageError(where, f"quoting: {e}", "close the quote") from None
+        if words:
+            for line in _line(words, where):
+                counts[line.kind] = counts.get(line.kind, 0) + 1
+                lines.append(line if line.name else msgspec.structs.replace(line, name=_default_name(line.kind, counts[line.kind])))
+    _check(lines, file)
+    return lines
+
+
+def _default_name(kind: Kind, count: int) -> str:
+    return f"{kind.value}{'' if kind is Kind.BUFFER else count - 1}"
+
+
+def _line(words: list[str], where: str) -> Iterator[Line]:
+    try:
+        kind = Kind(words[0])
+    except ValueError:
+        raise UsageError(where, f"unknown kind {words[0]!r}", f"use one of {', '.join(Kind)}") from None
+    if len(words) < 2 or "=" in words[1]:
+        raise UsageError(where, f"{kind} without a host", f"write for example: {kind} localhost")
+    options: dict[str, str] = {}
+    for word in words[2:]:
+        key, eq, value = word.partition("=")
+        if not eq or not (key in _KEYS or key.startswith(("env.", "set."))):
+            raise UsageError(where, f"unknown option {word!r}", f"use KEY=VALUE with {', '.join(_KEYS)}, env.NAME or set.table.key")
+        if key in options:
+            raise UsageError(where, f"{key} is given twice", "keep one", key)
+        options[key] = value
+    targets = [list(_unfold(t, where)) for t in _split_commas(words[1])]
+    rows = [[host for target in targets for host in target]] if len(targets) > 1 else [[host] for host in targets[0]]
+    if len(rows) > 1 and "name" in options:
+        raise UsageError(where, "one name for several processes", "leave it out, or write a line each", "name")
+    for hosts in rows:
+        yield _build(kind, hosts, options, where)
+
+
+def _build(kind: Kind, hosts: list[Host], options: dict[str, str], where: str) -> Line:
+    name = options.get("name", "")
+    if name and not _NAME.match(name):
+        raise UsageError(where, f"{name!r} is no name", "use letters, digits, '.', '_' and '-'", "name")
+    slots = options.get("slots")
+    if slots is not None and not (slots.isdigit() and int(slots) > 0):
+        raise UsageError(where, f"{slots!r} is no positive integer", "write for example slots=16", "slots")
+    return Line(
+        kind=kind,
+        name=name,
+        hosts=hosts,
+        where=where,
+        gpus=_gpus(options["gpus"], where) if "gpus" in options else [],
+        slots=int(slots) if slots else None,
+        bind=options.get("bind"),
+        python=options.get("python"),
+        env={k.removeprefix("env."): v for k, v in options.items() if k.startswith("env.")},
+        sets=[f"{k.removeprefix('set.')}={v}" for k, v in options.items() if k.startswith("set.")],
+    )
+
+
+def _gpus(text: str, where: str) -> list[int]:
+    found: list[int] = []
+    for part in text.split(","):
+        m = re.match(r"(\d+)(?:-(\d+))?$", part)
+        if not m or (m[2] and int(m[2]) < int(m[1])):
+            raise UsageError(where, f"{text!r} names no GPUs", "write for example gpus=0-3,6", "gpus")
+        found += range(int(m[1]), int(m[2] or m[1]) + 1)
+    if len(set(found)) != len(found):
+        raise UsageError(where, f"{text!r} names a GPU twice", "name each once", "gpus")
+    return found
+
+
+def _split_commas(text: str) -> list[str]:
+    """Split at commas outside brackets."""
+    return re.split(r",(?![^\[]*\])", text)
+
+
+def _unfold(target: str, where: str) -> Iterator[Host]:
+    m = _TARGET.match(target)
+    if not m:
+        raise UsageError(where, f"{target!r} is no host", "write [USER@]HOST[:SSHPORT], for example node[01-16]")
+    user, host, port = m["user"] or "", m["host"], int(m["port"] or 22)
+    if host.startswith("["):
+        yield Host(host.strip("[]"), user, port)
+        return
+    head, bracket, rest = host.partition("[")
+    if not bracket:
+        yield Host(host, user, port)
+        return
+    body, closed, tail = rest.partition("]")
+    if not closed or not re.match(r"\d+(-\d+)?(,\d+(-\d+)?)*$", body) or "[" in tail or "]" in tail:
+        raise UsageError(where, f"{target!r} is no host range", "write for example node[01-16,20]")
+    for part in body.split(","):
+        first, _, last = part.partition("-")
+        for n in range(int(first), int(last or first) + 1):
+            yield Host(f"{head}{n:0{len(first)}d}{tail}", user, port)
+
+
+def _check(lines: list[Line], file: str) -> None:
+    seen: dict[str, Line] = {}
+    gpus: dict[tuple[str, int], Line] = {}
+    for line in lines:
+        if line.name in seen:
+            raise UsageError(line.where, f"name {line.name!r} is taken by {seen[line.name].where}", "give another name=", "name")
+        seen[line.name] = line
+        for host in line.hosts:
+            for gpu in line.gpus:
+                if (host.host, gpu) in gpus:
+                    raise UsageError(line.where, f"GPU {gpu} of {host.host} belongs to {gpus[host.host, gpu].where}", "share none", "gpus")
+                gpus[host.host, gpu] = line
+    kinds = [line.kind for line in lines]
+    if kinds.count(Kind.BUFFER) != 1:
+        raise UsageError(file, f"{kinds.count(Kind.BUFFER)} buffers", "write exactly one buffer line")
+    if Kind.SANDBOX not in kinds:
+        raise UsageError(file, "no sandbox", "add a line: sandbox HOST")
+    if not {Kind.CELL, Kind.TRAIN_CELL} & set(kinds):
+        raise UsageError(file, "no cell that can train", "add a line: train-cell HOST")
+
+
+def read(path: str) -> list[Line]:
+    """Read a hosts file; "-" is standard input. Raises `UsageError`."""
+    import sys
+
+    if path == "-":
+        return parse(sys.stdin.read(), "standard input")
+    try:
+        return parse(Path(path).read_text(encoding="utf-8"), path)
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(path, f"cannot be read ({e})", "give the path of a hosts file to --cells") from None
