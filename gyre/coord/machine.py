@@ -14,7 +14,7 @@ from typing import Final, assert_never
 
 import msgspec
 
-from gyre.errors import EXIT_FAILED, EXIT_OK
+from gyre.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 
 STOP_S: Final = 30.0
 KILL_S: Final = 5.0
@@ -131,7 +131,7 @@ class Machine:
             self._end(EXIT_OK, "the run is finished")
         if was is not Phase.STOPPING and not done:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            self._end(EXIT_FAILED, f"{p.name} {how}", p.name)
+            self._end(EXIT_USAGE if code == EXIT_USAGE else EXIT_FAILED, f"{p.name} {how}", p.name)
         elif was is Phase.STOPPING and code not in (0, 130, 143) and p.pressed < 2:
             self._end(EXIT_FAILED, f"{p.name} ended with exit code {code} while stopping", p.name)
 

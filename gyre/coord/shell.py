@@ -24,6 +24,7 @@ from gyre.cli import Setup
 from gyre.coord import machine as m
 from gyre.coord.launch import Plan, start
 from gyre.net.sockets import Client, Peer, Server, mint
+from gyre.report.figures import plain
 from gyre.report.live import RunView
 from gyre.wire.codec import Arrays
 from gyre.wire.messages import Ack, Counters, Events, FromBuffer, Message, Stop, Subscribe, ToCoord, WorkerStatus
@@ -161,11 +162,13 @@ class Coordinator:
 
 
 def explain(end: m.End, logs: Path, out: TextIO) -> None:
-    """Say why a run failed: the reason, and the end of the culprit's log with its traceback."""
-    if end.culprit is not None:
-        path = logs / f"{end.culprit}.log"
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        first = max((i for i, line in enumerate(lines) if line.startswith("Traceback")), default=len(lines) - _LOG_TAIL_LINES)
-        for line in lines[max(0, first) :][-2 * _LOG_TAIL_LINES :]:
-            click.echo(f"  {end.culprit} | {line}", file=out)
+    """Say why a run failed: the culprit's own error line if it had one, else the reason and the end of its log, from its last traceback on."""
+    path = logs / f"{end.culprit}.log"
+    lines = path.read_text(errors="replace").splitlines() if end.culprit is not None and path.exists() else []
+    if lines and lines[-1].startswith("error: "):
+        click.echo(f"error: {end.culprit}: {plain(lines[-1].removeprefix('error: '))}", file=out)
+        return
+    first = max((i for i, line in enumerate(lines) if line.startswith("Traceback")), default=len(lines) - _LOG_TAIL_LINES)
+    for line in lines[max(0, first) :][-2 * _LOG_TAIL_LINES :]:
+        click.echo(f"  {end.culprit} | {plain(line)}", file=out)
     click.echo(f"error: {end.reason}", file=out)

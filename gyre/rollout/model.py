@@ -77,7 +77,7 @@ def load_model(table: Model) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     directory = model_dir(table.path)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(

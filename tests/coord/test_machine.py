@@ -64,6 +64,12 @@ def test_killed_and_early_ends_are_failures_too() -> None:
     assert m.ending == End(1, "cell ended with exit code 0", "cell")
 
 
+def test_a_workers_bad_input_is_the_runs() -> None:
+    m = up()
+    m.handle(2.0, Exited("box", 2))
+    assert m.ending == End(2, "box ended with exit code 2", "box")
+
+
 def test_a_stop_grows_harder() -> None:
     m = up()
     assert m.handle(2.0, StopAsked(130)) == [TellStop("box", "asked to stop")]

@@ -105,6 +105,14 @@ def test_a_workers_failure_ends_the_run_with_its_traceback(run: Run) -> None:
     assert run.left_behind() == []
 
 
+def test_bad_input_to_a_worker_is_one_line_and_2(run: Run) -> None:
+    done = run.coord("--set", f"model.path={run.folder}/nowhere")
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: ") and f"{run.folder}/nowhere" in last and "model.path" in last
+    assert run.left_behind() == []
+
+
 def test_endless_errors_stop_the_run(run: Run) -> None:
     """An engine that fails every request: the run ends with 1 and says why."""
     (run.folder / "script.jsonl").write_text('{"rollout": "nobody", "text": "x"}\n')

@@ -1,0 +1,280 @@
+"""Speed, as ratios to a peer or a physical limit measured in the same run. `make bench`, or `python tests/bench/run.py [NAME…]`.
+
+Each benchmark runs gyre's part and its yardstick alternately, three times, and reports the medians: other load on the machine falls on both.
+No test asserts these figures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+ROUNDS = 3
+ROWS, PROMPT, NEW = 64, 50, 24
+Figure = tuple[str, str, float, str, float]  # name, unit, gyre's rate, yardstick, its rate
+
+
+def alternate(ours: Callable[[], float], theirs: Callable[[], float]) -> tuple[float, float]:
+    """Medians of two rates measured in turn."""
+    pairs = [(ours(), theirs()) for _ in range(ROUNDS)]
+    return statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)
+
+
+# --- wire: requests over gyre.net against a bare ZeroMQ echo -------------------------------------------------------------------------------
+
+
+def wire() -> Figure:
+    import zmq
+
+    from gyre.net.sockets import Client, Peer, Server, mint
+    from gyre.types import Sampling, Version
+    from gyre.wire import messages as w
+    from gyre.wire.arrays import f32, i32
+    from gyre.wire.codec import Arrays
+
+    n, ids = 2000, i32(range(200))
+    folder = tempfile.mkdtemp(prefix="gyre-bench-")
+
+    async def requests() -> float:
+        server = Server.bind(f"ipc://{folder}/e", w.ToRollout, kind="rollout", name="cell", run_id="b")
+
+        def handle(peer: Peer, message: w.Message, arrays: Arrays) -> None:
+            assert isinstance(message, w.Generate)
+            reply = w.Generated(id=mint(), cause=message.id, request_id=message.request_id, finish_reason="stop", spans=[], cell="c")
+            server.send(peer, reply, {"token_ids": arrays["prompt_ids"], "logprobs": f32([0.0] * len(ids))})
+
+        serving = asyncio.create_task(server.serve(handle))
+        client = Client.connect(server.address, w.FromRollout, kind="sandbox", name="s", incarnation="1")
+        await client.ready(10, "the server")
+        started = time.perf_counter()
+        for batch in range(n // 50):
+            ask = [
+                w.Generate(id=mint(), request_id=f"{batch}.{i}", rollout_id="r", min_version=Version(0, 0), sampling=Sampling(), seed=i)
+                for i in range(50)
+            ]
+            await asyncio.gather(*[client.request(m, {"prompt_ids": ids}, deadline_s=30, what="an echo") for m in ask])
+        rate = n / (time.perf_counter() - started)
+        client.close()
+        serving.cancel()
+        server.close()
+        return rate
+
+    def bare() -> float:
+        context = zmq.Context()
+        router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+        router.bind(f"ipc://{folder}/z")
+        dealer.connect(f"ipc://{folder}/z")
+        payload = bytes(ids)
+        started = time.perf_counter()
+        for _ in range(n // 50):
+            for _ in range(50):
+                dealer.send_multipart([b"request", payload])
+            for _ in range(50):
+                router.send_multipart([*router.recv_multipart(), payload])
+            for _ in range(50):
+                dealer.recv_multipart()
+        rate = n / (time.perf_counter() - started)
+        for s in (router, dealer):
+            s.close(0)
+        context.term()
+        return rate
+
+    ours, theirs = alternate(lambda: asyncio.run(requests()), bare)
+    shutil.rmtree(folder)
+    return "wire: requests with 200 tokens", "/s", ours, "bare ZeroMQ frames", theirs
+
+
+# --- buffer: durable rollouts against SQLite alone ------------------------------------------------------------------------------------------
+
+
+def buffer() -> Figure:
+    """Rollouts that end, acknowledged by a real gyre-buffer, against a transaction with the same bytes per 32 of them."""
+    from gyre.net.sockets import Client, mint
+    from gyre.types import Ending, GraphNode, TrajectoryMeta, Version
+    from gyre.types import LeafClass as Leaf
+    from gyre.wire import messages as w
+    from gyre.wire.arrays import f32, i32
+
+    n = 640
+
+    async def rollouts(folder: Path) -> float:
+        task = folder / "tasks" / "t"
+        (task / "tests").mkdir(parents=True)
+        (task / "instruction.md").write_text("x")
+        (task / "task.toml").write_text('version = "1.0"\n')
+        (task / "tests" / "test.sh").write_text("#!/bin/sh\n")
+        sets = [
+            f"tasks.train={task.parent}",
+            "system.groups_per_step=40",
+            "system.rollouts_per_group=16",
+            "system.target_staleness=0",
+            "train.steps=9",
+        ]
+        argv = [sys.executable, "-m", "gyre_commands.buffer", "--run", str(folder / "run"), *(x for s in sets for x in ("--set", s))]
+        process = subprocess.Popen(argv, stderr=subprocess.DEVNULL)  # noqa: ASYNC220 (nothing else runs yet)
+        client = Client.connect(f"ipc://{folder}/run/sock/buffer", w.FromBuffer, kind="train", name="c", incarnation="1")
+
+        async def ask(message: Any, arrays: Any = None) -> Any:
+            return (await client.request(message, arrays, deadline_s=60, what="the buffer"))[0]
+
+        try:
+            term = await ask(w.AcquireTerm(id=mint(), cell="c", step=0))
+            await ask(w.Published(id=mint(), version=Version(term.term, 0), cells=["c"], seconds=0.0))
+            tickets = (await ask(w.LeaseTickets(id=mint(), n=n, wait_s=5.0))).tickets
+            assert len(tickets) == n
+            arrays = {"token_ids": i32(range(200)), "logprobs": f32([-1.0] * 200), "versions": i32([0] * 200)}
+            graph = {"nodes": [GraphNode(-1, 100), GraphNode(0, 100, "c")], "trajectories": [TrajectoryMeta(0, Leaf.MAIN, [0, 1], [1], 200, 100)]}
+            ended = [
+                w.RolloutEnded(id=mint(), rollout_id=t.rollout_id, epoch=t.epoch, ending=Ending.FINISHED, reward=1.0, **graph)  # type: ignore[arg-type]
+                for t in tickets
+            ]
+            started = time.perf_counter()
+            for i in range(0, n, 32):
+                await asyncio.gather(*[ask(m, arrays) for m in ended[i : i + 32]])
+            return n / (time.perf_counter() - started)
+        finally:
+            client.close()
+            process.terminate()
+            process.wait(30)
+
+    def ours() -> float:
+        folder = Path(tempfile.mkdtemp(prefix="gyre-bench-", dir=Path.cwd()))
+        try:
+            return asyncio.run(rollouts(folder))
+        finally:
+            shutil.rmtree(folder)
+
+    def theirs() -> float:
+        folder = Path(tempfile.mkdtemp(prefix="gyre-bench-", dir=Path.cwd()))
+        db = sqlite3.connect(folder / "x.db", isolation_level=None)
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=FULL")
+        db.execute("CREATE TABLE t (id TEXT PRIMARY KEY, reward REAL, payload BLOB)")
+        blob = os.urandom(2600)
+        started = time.perf_counter()
+        for i in range(0, n, 32):
+            db.execute("BEGIN")
+            db.executemany("INSERT INTO t VALUES (?, ?, ?)", [(str(k), 1.0, blob) for k in range(i, i + 32)])
+            db.execute("COMMIT")
+        rate = n / (time.perf_counter() - started)
+        db.close()
+        shutil.rmtree(folder)
+        return rate
+
+    return "buffer: rollouts of 200 tokens made durable, 32 at a time", "/s", *_named(alternate(ours, theirs), "SQLite inserts alone")
+
+
+def _named(rates: tuple[float, float], yardstick: str) -> tuple[float, str, float]:
+    return rates[0], yardstick, rates[1]
+
+
+# --- engine: sampled tokens against transformers' generate -----------------------------------------------------------------------------------
+
+
+def tiny(seed: int = 0) -> Any:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=668, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=32, max_position_embeddings=512, tie_word_embeddings=True, eos_token_id=2, pad_token_id=0,
+        )
+    ).eval()  # fmt: skip
+
+
+def engine() -> Figure:
+    """Requests of one length, so that a closed batch, which is all `generate` can do, loses nothing to stragglers."""
+    import torch
+
+    from gyre.rollout.engine import EngineRequest
+    from gyre.rollout.torch_engine import TorchEngine
+    from gyre.types import Sampling, Version
+    from gyre.weights.snapshot import model_tensors, pack
+
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    prompts = torch.randint(3, 668, (ROWS, PROMPT))
+    model = tiny()
+    peer = tiny()
+    gyre = TorchEngine(model, eos=frozenset(), slots=ROWS, queue=ROWS, context=512, threads=1)
+
+    initial = pack(Version(0, 0), model_tensors(model))
+    gyre.load(initial.version, initial.tensors, initial.data).result(60)
+
+    def ours() -> float:
+        started = time.perf_counter()
+        futures = [gyre.submit(EngineRequest(f"{started}.{i}", "r", prompts[i].tolist(), Sampling(max_tokens=NEW), seed=i)) for i in range(ROWS)]
+        done = sum(len(f.result(120).token_ids) for f in futures)
+        return done / (time.perf_counter() - started)
+
+    def theirs() -> float:
+        started = time.perf_counter()
+        with torch.inference_mode():
+            out = peer.generate(
+                input_ids=prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, max_new_tokens=NEW, min_new_tokens=NEW,
+                output_scores=True, return_dict_in_generate=True,
+            )  # fmt: skip
+            peer.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
+        return ROWS * NEW / (time.perf_counter() - started)
+
+    try:
+        return (
+            f"engine: tokens sampled with log-probs, {ROWS} requests, one thread",
+            "tok/s",
+            *_named(alternate(ours, theirs), "transformers generate"),
+        )
+    finally:
+        gyre.close()
+
+
+# --- sandbox: a command contained against the same command bare ---------------------------------------------------------------------------------
+
+
+def sandbox() -> Figure:
+    """A fresh workspace, `true` in a sandbox, and the workspace dropped, against bwrap alone."""
+    script = Path(__file__).with_name("sandbox_rate.py")
+
+    def ours() -> float:
+        return float(subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=300).stdout)
+
+    def theirs() -> float:
+        argv = ["bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "true"]
+        started = time.perf_counter()
+        for _ in range(60):
+            subprocess.run(argv, check=True, timeout=30)
+        return 60 / (time.perf_counter() - started)
+
+    return "sandbox: workspace, command, drop, one at a time", "/s", *_named(alternate(ours, theirs), "bwrap alone, no workspace, no limits")
+
+
+BENCHMARKS = {"wire": wire, "buffer": buffer, "engine": engine, "sandbox": sandbox}
+
+
+def main() -> int:
+    names = sys.argv[1:] or list(BENCHMARKS)
+    print(f"{'':58} {'gyre':>12}   {'yardstick':>12}   ratio")
+    for name in names:
+        if name == "sandbox" and not shutil.which("bwrap"):
+            print("sandbox: skipped, bwrap is not installed")
+            continue
+        title, unit, ours, yardstick, theirs = BENCHMARKS[name]()
+        print(f"{title:58} {ours:8.0f} {unit:5} {theirs:8.0f} {unit:5} {ours / theirs:6.2f}  ({yardstick})", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
