@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 import click
@@ -35,7 +36,7 @@ def main(cells: str, rule: str, steps: int | None, resume: bool, dry_run: bool, 
                 click.echo(shlex.join([f"{k}={v}" for k, v in plan.env.items()] + plan.argv))
             return 0
         cli.make_run_dir(setup.run_dir)
-        if (setup.run_dir / "ledger.db").exists() and not resume:
+        if not resume and _has_run(setup.run_dir):
             from gyre.errors import UsageError
 
             raise UsageError("--run", f"{setup.run_dir} holds a run", "give --resume to go on with it, or another directory")
@@ -43,6 +44,16 @@ def main(cells: str, rule: str, steps: int | None, resume: bool, dry_run: bool, 
         return see_through(setup, plans, bind)
 
     cli.guarded(run)
+
+
+def _has_run(run_dir: Path) -> bool:
+    """Has anything been admitted there? A start that failed before is no run."""
+    if not (run_dir / "ledger.db").exists():
+        return False
+    from gyre.report.read import RunReader
+
+    with RunReader(run_dir) as reader:
+        return reader.counts()["admitted"] > 0
 
 
 def see_through(setup: cli.Setup, plans: list[Any], bind: str) -> int:

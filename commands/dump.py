@@ -21,7 +21,7 @@ KINDS = ["trajectories", "rollouts", "groups", "calls", "steps", "queries", "eva
 @click.option("--step", "steps", metavar="A:B", help="Only what steps A to B - 1 consumed.")
 @click.option("--group", help="Only this group.")
 @click.option("--rollout", help="Only this rollout.")
-@click.option("--eval", "evaluation", is_flag=True, help="Evaluation rollouts too.")
+@click.option("--eval", "evaluation", is_flag=True, help="Evaluation rollouts too (not with --step).")
 @click.option("--fields", metavar="A,B", help="Only these fields, in this order.")
 @click.option("--no-tokens", is_flag=True, help="Leave out token arrays.")
 @click.option("--count", is_flag=True, help="Print only the number of records.")
@@ -40,6 +40,8 @@ def main(
         from gyre.report.read import RunReader, Selection
 
         first, last = dump.parse_steps(steps)
+        if output is not None:
+            cli.writable(output)
         selection = Selection(first_step=first, last_step=last, group_id=group, rollout_id=rollout, evaluation=evaluation)
         encode, names = dump.FORMATS[form], [f.strip() for f in fields.split(",")] if fields else []
         with RunReader(run_dir) as reader, click.open_file(str(output or "-"), "wb") as out:

@@ -29,6 +29,8 @@ def main(run_dirs: tuple[Path, ...], form: str, output: Path | None, **options: 
 
         from gyre.report import summary
 
+        if output is not None:
+            cli.writable(output)
         summaries = [summary.summarize(d) for d in run_dirs]
         if form == "json":
             text = msgspec.json.format(msgspec.json.encode(summaries[0] if len(summaries) == 1 else summaries), indent=2).decode()

@@ -9,7 +9,7 @@ set -eu
 
 model=$1 tasks=$2 run=${3:-runs/by-hand}
 [ $# -gt 3 ] && shift 3 || shift $#
-harness_dir=$(cd "$(dirname "$0")/quickstart" && pwd)
+harness_dir=$(cd "$(dirname "$0")/quickstart/agent" && pwd)
 
 start() { # name of the command, its own flags
     command=$1

@@ -22,7 +22,7 @@ import msgspec
 
 from gyre import config as configuration
 from gyre.config import Config
-from gyre.errors import EXIT_BUG, EXIT_OK, GyreError, UsageError
+from gyre.errors import EXIT_BUG, EXIT_OK, EXIT_USAGE, GyreError, UsageError
 
 if TYPE_CHECKING:
     from gyre.net.worker import Worker
@@ -150,6 +150,21 @@ def make_run_dir(path: Path) -> None:
         raise UsageError("--run", f"{path} is not writable ({e.strerror})", "give a directory that this user can write") from None
 
 
+EXTRAS = {
+    **dict.fromkeys(("torch", "transformers", "safetensors", "numpy"), "train"),
+    **dict.fromkeys(("h11", "jinja2", "tokenizers", "pyseccomp"), "sandbox"),
+}
+"""Packages that the base installation lacks, and the extra that brings each."""
+
+
+def writable(path: Path) -> None:
+    """Check that an output file can be written before the work begins. Raises `UsageError`."""
+    try:
+        path.open("ab").close()
+    except OSError as e:
+        raise UsageError("-o", f"{path} cannot be written ({e.strerror})", "give a file in a directory that this user can write") from None
+
+
 def guarded(body: Callable[[], int | None]) -> NoReturn:
     """Run a command's body and exit: errors become one line and their code, a closed pipe is quiet, bugs show their traceback."""
     try:
@@ -158,6 +173,13 @@ def guarded(body: Callable[[], int | None]) -> NoReturn:
     except GyreError as e:
         click.echo(f"error: {e}", err=True)
         code = e.exit_code
+    except ModuleNotFoundError as e:
+        missing = (e.name or "").partition(".")[0]
+        if missing not in EXTRAS:
+            raise
+        remedy = f"install gyre with its extra: pip install 'gyre[{EXTRAS[missing]}]'"
+        click.echo(f"error: {missing}: this command needs it and it is not installed; {remedy}", err=True)
+        code = EXIT_USAGE
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter's last flush must not complain
         code = EXIT_OK

@@ -246,10 +246,13 @@ def follow(draw: Draw) -> Task:
 KINDS: dict[str, Callable[[Draw], Task]] = {f.__name__: f for f in (create, func, fix, rename, append, count, follow)}
 # One round of kinds. `follow` is rarer because pytest takes a quarter of a second to start.
 ROUND = ("create", "func", "fix", "rename", "append", "count", "create", "count", "rename", "follow")
+# The round of demonstrations dwells on what takes the imitator longest: choosing an operator, and the second step after
+# a look.
+DEMONSTRATED = ("create", "func", "fix", "rename", "append", "count", "follow", "func", "fix", "rename", "follow")
 # How often the careless demonstrator does the right thing. Where a word of the instruction decides (operators, flags)
 # it must be right clearly more often than wrong: else the imitator does not tie the word to the choice, a group of
 # rollouts is soon all right or all wrong, and nothing more is learned.
-SKILL = {"create": 0.35, "func": 0.75, "fix": 0.65, "rename": 0.4, "append": 0.35, "count": 0.45, "follow": 0.4}
+SKILL = {"create": 0.35, "func": 0.8, "fix": 0.65, "rename": 0.4, "append": 0.35, "count": 0.45, "follow": 0.5}
 
 
 def make_task(rng: random.Random, split: str, kind: str) -> Task:

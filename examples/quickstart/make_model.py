@@ -1,6 +1,6 @@
 """Make the quick start's model: a tiny Qwen3 that imitates a careless coding agent.
 
-    python make_model.py --out DIR [--seed 0] [--steps 1500 | --seconds 80] [--threads 2]
+    python make_model.py --out DIR [--seed 0] [--steps 1800] [--seconds 600] [--threads 2]
 
 Writes a Hugging Face directory (weights, configuration, tokenizer with chat template). The model starts from
 nothing but two helps, without which a minute or two of imitation on two cores teaches nothing:
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from demonstrations import Segment, demonstrate
-from kinds import ROUND, make_task
+from kinds import DEMONSTRATED, make_task
 from tokenizer import EOS, PAD, build_tokenizer, save_tokenizer
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
@@ -147,7 +147,7 @@ def demonstrations(number: int, seed: int) -> list[list[Segment]]:
     made = []
     for i in range(number):
         rng = random.Random(f"{seed}/demonstrations/{i}")
-        made.append(demonstrate(make_task(rng, "train", ROUND[i % len(ROUND)]), rng))
+        made.append(demonstrate(make_task(rng, "train", DEMONSTRATED[i % len(DEMONSTRATED)]), rng))
     return made
 
 
@@ -155,7 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the quick start's tiny, careless model.")
     parser.add_argument("--out", type=Path, required=True, help="folder of the model, made if missing")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices (default 0)")
-    parser.add_argument("--steps", type=int, default=1500, help="imitation steps at most (default 1500)")
+    parser.add_argument("--steps", type=int, default=1800, help="imitation steps at most (default 1800)")
     parser.add_argument("--seconds", type=float, default=600.0, help="seconds of imitation at most (default 600)")
     parser.add_argument("--demonstrations", type=int, default=DEMONSTRATIONS, help="how many (default 4000)")
     parser.add_argument("--threads", type=int, default=2, help="threads of the arithmetic (default 2)")

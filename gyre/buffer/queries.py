@@ -65,7 +65,9 @@ def load_tasks(directory: str, key: str) -> tuple[Task, ...]:
     """The task directories under `directory`, or itself if it is one, sorted by name. Raises `UsageError` naming `key`."""
     root = Path(directory)
     if not root.is_dir():
-        raise UsageError(directory or "configuration", "no such task directory", f"set {key} to a directory of Harbor tasks", key)
+        raise UsageError(
+            directory or "run.toml", "no such task directory" if directory else "not set", f"set {key} to a directory of Harbor tasks", key
+        )
     found = [root] if (root / "task.toml").is_file() else sorted(d for d in root.iterdir() if (d / "task.toml").is_file())
     if not found:
         raise UsageError(directory, "holds no task (a directory with task.toml)", f"set {key} to a directory of Harbor tasks", key)

@@ -140,7 +140,7 @@ def on_ended(s: State, now: Now, e: Received, m: RolloutEnded) -> None:
         case Training.ACCEPT | Training.STATISTICS:
             row.reward = m.reward
             if rule.training is Training.ACCEPT:
-                row.items = [Item(row.rollout_id, t.index, t.n_tokens, t.n_trainable) for t in m.trajectories]
+                row.items = [Item(row.rollout_id, t.index, t.n_tokens, t.n_trainable, t.leaf_class.value) for t in m.trajectories]
             if e.versions is not None:
                 row.version_min, row.version_max = e.versions
     s.emit(Store(row))

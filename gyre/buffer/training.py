@@ -44,6 +44,9 @@ def on_acquire(s: State, now: Now, to: Hashable, m: AcquireTerm) -> None:
     if not 0 <= m.step <= meta.committed:
         s.refuse(to, m, f"the checkpoint at step {m.step} is ahead of this ledger, whose last committed step is {meta.committed}")
         return
+    if m.fresh and meta.committed:
+        s.refuse(to, m, f"the run has {meta.committed} steps already; start the core with --resume")
+        return
     replayed = list(s.taken)
     _drop_open_step(s)
     for step in range(meta.committed, m.step, -1):

@@ -4,7 +4,7 @@
     line   := KIND target ("," target)* (KEY "=" VALUE)*      shell quoting
     KIND   := buffer | sandbox | cell | rollout-cell | train-cell
     target := [USER "@"] HOST [":" SSHPORT]                   node[01-16,20]; [v6]; never a leading "-"
-    KEY    := name gpus ranks slots bind python env.NAME set.table.key
+    KEY    := name gpus slots bind python env.NAME set.table.key
 
 A range makes a line each; commas make one cell of several nodes, the first being rank 0. Every mistake is a `UsageError` with `FILE:LINE`.
 """

@@ -1,6 +1,7 @@
 """A run's records as a stream: what to read, which fields, in which bytes.
 
-`follow` yields the records of each step once it is committed, until the run is finished: what it has yielded never changes any more.
+`follow` yields the records of each step once it is committed, until the run is finished. Should the core go back to an older checkpoint, steps it
+replays are not yielded again.
 """
 
 from __future__ import annotations

@@ -31,7 +31,18 @@ _COLOURS: Final = {
     "discarded": "red",
 }
 _PHASES: Final = {"starting": "yellow", "ready": "green", "working": "green", "draining": "yellow", "failed": "red", "gone": "grey50"}
-_SHOWN: Final = ("stall", "reissued", "group_discarded", "voided", "failure", "term", "checkpoint", "alarm", "finished")
+_SHOWN: Final = (
+    "stall",
+    "reissued",
+    "group_discarded",
+    "voided",
+    "failure",
+    "term",
+    "checkpoint",
+    "logprob_alarm",
+    "step_without_update",
+    "finished",
+)
 _STEP: Final = (
     ("reward_mean", "reward"),
     ("loss", "loss"),

@@ -58,7 +58,8 @@ def finite(values: Iterable[float]) -> list[float | None]:
 
 
 class Selection(msgspec.Struct, frozen=True):
-    """What to read: consuming steps first..last (inclusive; None: all, also unconsumed), one group, one rollout, evaluation too."""
+    """What to read: consuming steps first..last (inclusive; None: all, also unconsumed), one group, one rollout,
+    evaluation rollouts too (which no step consumes)."""
 
     first_step: int | None = None
     last_step: int | None = None
@@ -162,7 +163,12 @@ class RunReader:
                 continue
             if not tokens:
                 for item in r.items:
-                    yield {**self._trajectory(g, r, item.index), "n_tokens": item.n_tokens, "n_trainable": item.n_trainable, **_times(r)}
+                    yield {
+                        **self._trajectory(g, r, item.index, item.leaf_class or None),
+                        "n_tokens": item.n_tokens,
+                        "n_trainable": item.n_trainable,
+                        **_times(r),
+                    }
                 continue
             read = self.graph(r)
             if read is None:
@@ -185,13 +191,19 @@ class RunReader:
                 while node >= 0:
                     path.append(node)
                     node = message.nodes[node].parent
-                ids, own = arrays["token_ids"], slice(0, 0) if c.node < 0 else slice(offsets[c.node], offsets[c.node + 1])
+                own: list[int] = []  # its completion, which a branch may have split
+                node = c.node
+                while node >= 0 and message.nodes[node].call_id == c.call_id:
+                    own.insert(0, node)
+                    node = message.nodes[node].parent
+                spans = {name: [x for n in own for x in arrays[name][offsets[n] : offsets[n + 1]]] for name in arrays}
+                ids = arrays["token_ids"]
                 yield {
-                    **self._head(g, r), "call_id": c.call_id, "leaf_class": c.leaf_class.value, "status": c.status.value,
+                    **self._head(g, r), "schema": "gyre.call/1", "call_id": c.call_id, "leaf_class": c.leaf_class.value, "status": c.status.value,
                     "finish_reason": c.finish_reason, "cell": c.cell, "started_s": c.started_s, "ended_s": c.ended_s, "n_prompt": c.n_prompt,
                     "n_completion": c.n_completion, "prompt_node": c.prompt_node, "node": c.node,
-                    "prompt_ids": [x for n in reversed(path) for x in ids[offsets[n] : offsets[n + 1]]], "token_ids": list(ids[own]),
-                    "logprobs": finite(arrays["logprobs"][own]), "versions": [v if v >= 0 else None for v in arrays["versions"][own]],
+                    "prompt_ids": [x for n in reversed(path) for x in ids[offsets[n] : offsets[n + 1]]], "token_ids": spans["token_ids"],
+                    "logprobs": finite(spans["logprobs"]), "versions": [v if v >= 0 else None for v in spans["versions"]],
                 }  # fmt: skip
 
     def steps(self, selection: Selection = ALL) -> Iterator[Record]:
@@ -244,7 +256,7 @@ class RunReader:
         for g in self.group_rows(selection):
             for r in self.rollout_rows(g.group_id):
                 yield g, r
-        if selection.evaluation and selection.group_id is None:
+        if selection.evaluation and (selection.group_id, selection.first_step, selection.last_step) == (None, None, None):
             for e in self.eval_rows():
                 for r in self.rollout_rows(e.eval_id):
                     yield None, r

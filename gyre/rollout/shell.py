@@ -189,7 +189,6 @@ async def run(setup: Setup, worker: Worker, *, follow: bool = True) -> None:
     ]
     stop = asyncio.create_task(worker.stop.wait())
     try:
-        log.info("%s listens on %s", cell, server.address)
         ended, _ = await asyncio.wait([*tasks, stop], return_when=asyncio.FIRST_COMPLETED)
         for task in ended:
             task.result()
@@ -208,6 +207,7 @@ async def run(setup: Setup, worker: Worker, *, follow: bool = True) -> None:
 async def _serve_policy(setup: Setup, worker: Worker, desk: Desk, cell: str, follow: bool) -> None:
     """Open the engine, then keep it at the trainer's newest version; ends only by an error, the engine's death among them."""
     desk.engine = engine = await asyncio.to_thread(open_engine, setup.config)
+    log.info("%s is ready for a policy", cell)
     net = setup.config.net
 
     async def load(version: Version, tensors: list[TensorSpec], data: memoryview) -> None:

@@ -273,10 +273,11 @@ class Executor:
         if self._config.sandbox.harness_dir:
             binds.append(Bind(self._config.sandbox.harness_dir, HARNESS))
         argv = [word.replace("{instruction}", task.instruction) for word in self._harness]
+        env = {**task.env, "OPENAI_API_KEY": "gyre"}
         if self._config.sandbox.forward_tcp:
             binds.append(Bind(str(Path(__file__).with_name("forward.py")), FORWARD))
             argv = ["python3", "-I", "-S", FORWARD, "--", *argv]
-        env = {**task.env, "OPENAI_BASE_URL": _TCP, "OPENAI_API_KEY": "gyre"}
+            env["OPENAI_BASE_URL"] = _TCP
         return Spec(workspace=workspace, argv=argv, limits=task.limits(self._limits(timeout_s)), env=env, binds=binds)
 
 

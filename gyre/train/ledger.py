@@ -71,9 +71,9 @@ class Ledger:
         self._renew_s = config.train.claim_ttl_s / 3
         self._voided = False
 
-    async def acquire(self, step: int) -> int:
+    async def acquire(self, step: int, *, fresh: bool = False) -> int:
         """Become the core from the checkpoint at `step`. Returns the run's total of steps."""
-        reply = await self._ask(AcquireTerm(id=mint(), cell=self._cell, step=step), "gyre-buffer to grant a term")
+        reply = await self._ask(AcquireTerm(id=mint(), cell=self._cell, step=step, fresh=fresh), "gyre-buffer to grant a term")
         match reply:
             case TermGranted():
                 self.term = reply.term

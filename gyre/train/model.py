@@ -158,26 +158,30 @@ class Policy:
 
         disable_progress_bar()  # type: ignore[no-untyped-call]  # a process's log is no place for one
         if not path.is_dir():
-            raise UsageError("model.path", f"{str(path)!r} is not a directory", "give a Hugging Face model directory")
+            raise UsageError("run.toml", f"{str(path)!r} is not a directory", "give a Hugging Face model directory", "model.path")
         if not (path / "config.json").is_file():
-            raise UsageError("model.path", f"{path} has no config.json", "give a Hugging Face model directory")
+            raise UsageError("run.toml", f"{path} has no config.json", "give a Hugging Face model directory", "model.path")
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, config.dtype), local_files_only=True)
         except (OSError, ValueError, KeyError, RuntimeError) as e:
             first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-            raise UsageError("model.path", f"{path} cannot be loaded ({first})", "give a complete Hugging Face causal model") from e
+            raise UsageError("run.toml", f"{path} cannot be loaded ({first})", "give a complete Hugging Face causal model", "model.path") from e
         return cls(model.to(_device(config.device)), path, temperature)
 
     @torch.no_grad()
     def _check_head(self) -> None:
         """Models that scale or cap their logits behind the output embeddings would be trained on wrong log-probs."""
         if self._head is None or self._body is self.model:
-            raise UsageError("model.path", f"{type(self.model).__name__} has no separate output embeddings", "give a decoder-only causal model")
+            raise UsageError(
+                "run.toml", f"{type(self.model).__name__} has no separate output embeddings", "give a decoder-only causal model", "model.path"
+            )
         ids = torch.arange(2, device=self.device)[None]
         whole = self.model(input_ids=ids, use_cache=False).logits
         if not torch.allclose(whole, self._head(self._body(input_ids=ids, use_cache=False).last_hidden_state), rtol=1e-3, atol=1e-3):
             name = type(self.model).__name__
-            raise UsageError("model.path", f"{name} changes its logits after the output embeddings", "give a model that does not cap or scale them")
+            raise UsageError(
+                "run.toml", f"{name} changes its logits after the output embeddings", "give a model that does not cap or scale them", "model.path"
+            )
 
     def token_stats(self, batch: MicroBatch) -> TokenStats:
         """Log-prob and entropy of each trainable token of a micro-batch."""
@@ -205,5 +209,5 @@ class Policy:
 def _device(name: str) -> torch.device:
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise UsageError("model.device", "no usable GPU", "set it to auto or cpu")
+        raise UsageError("run.toml", "no usable GPU", "set it to auto or cpu", "model.device")
     return torch.device("cuda" if name != "cpu" and available else "cpu")

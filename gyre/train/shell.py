@@ -133,7 +133,7 @@ async def _train(
     await client.ready(config.run.start_timeout_s, "gyre-buffer")
     ledger = Ledger(client, config, cell=setup.name or _CELL, incarnation=worker.incarnation)
     step = found.state.step if found else 0
-    learner.total_steps = await ledger.acquire(step)
+    learner.total_steps = await ledger.acquire(step, fresh=not resume)
     log.info("core of term %d from step %d of %d", ledger.term, step, learner.total_steps)
     worker.status("ready", f"step {step} of {learner.total_steps}", step=step)
     board = Board(setup.run_dir / "tensorboard", purge_after=step)

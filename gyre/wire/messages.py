@@ -156,10 +156,14 @@ class RolloutEnded(Message, frozen=True, kw_only=True):
 
 
 class AcquireTerm(Message, frozen=True, kw_only=True):
-    """A core starts from a checkpoint at `step` and asks for a new term; steps above it are replayed. Answered by `TermGranted`."""
+    """A core starts from a checkpoint at `step` and asks for a new term; steps above it are replayed. Answered by `TermGranted`.
+
+    `fresh`: it means to begin a run, and is refused where steps are committed already.
+    """
 
     cell: str
     step: int
+    fresh: bool = False
 
 
 class TermGranted(Message, frozen=True, kw_only=True):

@@ -47,6 +47,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
     index: int
     n_tokens: int
     n_trainable: int
+    leaf_class: str = ""
 
 
 class Row(msgspec.Struct):

@@ -79,7 +79,6 @@ def test_a_mistake_in_the_file(gyre: Command, tmp_path: Path, kind: str, text: s
     ("argv", "words"),
     [
         (["coord", "--cells", "hosts.txt"], ["hosts.txt: cannot be read", "--cells"]),
-        (["coord", "--cells", "hosts.txt", "--config", "none.toml"], ["none.toml: no such file", "--config"]),
         (["buffer", "--set", "tasks.train=none"], ["none: tasks.train: no such task directory", "set tasks.train"]),
         (["sandbox", "--set", "model.path=none"], ["none/tokenizer.json: no such file", "model.path"]),
         (["sandbox"], ["model.path: missing", "give the model directory"]),
@@ -89,7 +88,6 @@ def test_a_mistake_in_the_file(gyre: Command, tmp_path: Path, kind: str, text: s
         (["report", "none"], ["none: holds no ledger.db", "the directory of a run"]),
         (["task", "run", "none"], ["none: no such directory", "task directory"]),
     ],
-    ids=lambda x: "-".join(x) if isinstance(x, list) and "-" not in x[0] else "",
 )
 def test_a_missing_file(gyre: Command, argv: list[str], words: list[str]) -> None:
     line = error(gyre(*argv))
@@ -126,15 +124,11 @@ def test_a_port_in_use(gyre: Command, tmp_path: Path, taken: str, kind: str) -> 
     assert line == f"error: --bind: {taken} is in use; stop its holder or bind another address"
 
 
-@pytest.mark.parametrize("kind", ["buffer", "rollout", "coord"])
-def test_an_unwritable_run_directory(gyre: Command, tmp_path: Path, kind: str) -> None:
-    """A file where a directory is needed: this also stops root, who may write anywhere."""
-    task(tmp_path / "tasks" / "good")
+def test_an_engine_in_an_unwritable_run_directory(gyre: Command, tmp_path: Path) -> None:
+    """A file where a directory is needed: this also stops root, who may write anywhere. (Buffer and coordinator: test_commands.py.)"""
     (tmp_path / "file").write_text("")
-    (tmp_path / "hosts.txt").write_text("buffer localhost\ntrain-cell localhost\nrollout-cell localhost\nsandbox localhost\n")
-    more = ["--cells", "hosts.txt"] if kind == "coord" else []
-    line = error(gyre(kind, "--run", "file/run", "--set", "tasks.train=tasks", "--set", "rollout.engine=scripted", *more))
-    assert f"{tmp_path}/file/run" in line and "writable" in line.partition("; ")[0] + line.partition("; ")[2] and "give" in line
+    line = error(gyre("rollout", "--engine", "scripted", "--run", "file/run"))
+    assert f"{tmp_path}/file/run" in line and line.endswith("; make its directory writable or give another --run")
 
 
 @pytest.mark.parametrize("kind", ["sandbox", "rollout"])

@@ -92,6 +92,8 @@ def test_by_hand(tmp_path: Path, tiny_model: Path) -> None:
     done = subprocess.run(argv, capture_output=True, text=True, timeout=DEADLINE_S, env=env, check=False)
     assert done.returncode == 0, done.stderr
     assert "3 of 3 steps" in done.stdout
+    run = Run(tmp_path, tiny_model, tmp_path / "tasks")
+    assert run.report()["tokens"]["trainable"] > 0  # type: ignore[index]
 
 
 @pytest.mark.parametrize("mu", [2, 3])

@@ -1,0 +1,40 @@
+#!/bin/sh
+# The quick start from nothing to a trained model: tasks, a warm start, 100 steps of reinforcement learning, the report.
+# Run by `make demo`, with gyre's commands on PATH. SEED=N for another seed, RUN=DIR for another run directory, UNSAFE=1 without bubblewrap.
+set -eu
+cd "$(dirname "$0")/../.."
+here=examples/quickstart seed=${SEED:-0} run=${RUN:-runs/demo}
+made=$here/made
+
+say() { printf '\n\033[1m%s\033[0m\n' "$*" >&2; }
+[ -t 2 ] || say() { printf '\n%s\n' "$*" >&2; }
+
+if [ -e "$run" ]; then # an earlier run is kept
+    kept=$run-$(date -u +%Y%m%dT%H%M%S)
+    mv "$run" "$kept"
+    say "The earlier run is now $kept"
+fi
+
+if [ ! -f "$made/tasks-$seed/done" ]; then
+    say "1/4  Making tasks: 1000 to train on, 140 held out"
+    rm -rf "$made/tasks-$seed"
+    python "$here/make_tasks.py" --out "$made/tasks-$seed" --seed "$seed" >&2
+    touch "$made/tasks-$seed/done"
+fi
+unsafe=
+[ "${UNSAFE:-}" != 1 ] || unsafe="--backend process --unsafe"
+say "2/4  Checking a task of each kind: the oracle must get 1, doing nothing 0"
+# shellcheck disable=SC2086
+gyre-task check $unsafe $(ls -d "$made/tasks-$seed"/heldout/* | head -14) >&2
+
+if [ ! -f "$made/model-$seed/model.safetensors" ]; then
+    say "3/4  Warm start: a tiny model imitates a careless demonstrator (about 90 s)"
+    python "$here/make_model.py" --out "$made/model-$seed" --seed "$seed" >&2
+fi
+
+say "4/4  Reinforcement learning from the verifiers alone"
+[ -z "$unsafe" ] || unsafe="--set sandbox.backend=process --set sandbox.unsafe=true"
+# shellcheck disable=SC2086
+gyre-coord --cells "$here/hosts.txt" --config "$here/run.toml" --run "$run" --set run.seed="$seed" $unsafe \
+    --set model.path="$PWD/$made/model-$seed" --set tasks.train="$PWD/$made/tasks-$seed/train" --set tasks.heldout="$PWD/$made/tasks-$seed/heldout"
+gyre-report "$run"
