@@ -244,8 +244,11 @@ def follow(draw: Draw) -> Task:
 
 
 KINDS: dict[str, Callable[[Draw], Task]] = {f.__name__: f for f in (create, func, fix, rename, append, count, follow)}
-# One round of kinds. `follow` is rarer because pytest takes a quarter of a second to start.
-ROUND = ("create", "func", "fix", "rename", "append", "count", "create", "count", "rename", "follow")
+# One round of kinds. `follow` is rare because pytest takes a quarter of a second to start.
+ROUND = (
+    *("create", "func", "fix", "rename", "append", "count", "create", "count", "rename", "follow"),
+    *("create", "func", "fix", "rename", "append", "count", "create", "count", "rename", "append"),
+)
 # The round of demonstrations dwells on what takes the imitator longest: choosing an operator, and the second step after
 # a look.
 DEMONSTRATED = ("create", "func", "fix", "rename", "append", "count", "follow", "func", "fix", "rename", "follow")

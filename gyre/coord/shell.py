@@ -32,6 +32,7 @@ from gyre.wire.messages import Ack, Counters, Events, FromBuffer, Message, Stop,
 log = logging.getLogger(__name__)
 
 _TICK_S: Final = 0.2
+_DRAW_S: Final = 1.0
 _LOG_TAIL_LINES: Final = 40
 
 
@@ -83,6 +84,7 @@ class Coordinator:
         live = Live(console=console, auto_refresh=False, transient=False) if terminal else None
         if live:
             live.start()
+        drawn = 0.0
         try:
             while self.end is None:
                 for task in (serving, watching):
@@ -93,11 +95,13 @@ class Coordinator:
                         self.view.worker(name, self.plans[name].kind, "gone", f"exit {child.returncode}", {})
                         self._feed(m.Exited(name, child.returncode))
                 self._feed(m.Tick())
-                if live:
+                if live and time.monotonic() >= drawn + _DRAW_S:
+                    drawn = time.monotonic()
                     live.update(self.view.render(), refresh=True)
                 await asyncio.sleep(_TICK_S)
         finally:
             if live:
+                live.update(self.view.render(), refresh=True)
                 live.stop()
 
     async def _subscribe(self, client: Client) -> None:

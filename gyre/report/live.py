@@ -50,7 +50,7 @@ _STEP: Final = (
     ("entropy", "entropy"),
     ("clip_fraction", "clipped"),
     ("staleness_mean", "staleness"),
-    ("logprob_diff_current_mean", "log-prob diff"),
+    ("logprob_diff_current_mean", "Δ log-prob"),
     ("trainable_tokens", "tokens"),
 )
 _CHART_WIDTH: Final = 64
@@ -77,7 +77,7 @@ class RunView:
         """Take in an event; returns its line for a pipe, None for what is not worth one."""
         line: str | None = None
         if kind == "step":
-            self.last_step = {"step": fields["step"], **fields.get("stats", {}), **fields.get("metrics", {})}
+            self.last_step = {"step": fields["step"], **fields.get("metrics", {}), **fields.get("stats", {})}
             if self.last_step.get("reward_mean") is not None:
                 self.rewards.append(self.last_step["reward_mean"])
             shown = [f"{label} {_short(self.last_step[name])}" for name, label in _STEP if self.last_step.get(name) is not None]
@@ -151,6 +151,6 @@ class RunView:
 
 def _short(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.3g}"
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     text = plain(str(value))
     return text if len(text) <= 120 else text[:117] + "…"
