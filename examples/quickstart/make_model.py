@@ -31,6 +31,7 @@ from kinds import DEMONSTRATED, make_task
 from tokenizer import EOS, PAD, build_tokenizer, save_tokenizer
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FEED_FORWARD = 128, 4, 4, 2, 32, 384
 CONTEXT = 1024
@@ -173,6 +174,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     settings = {"eos_token_id": eos, "pad_token_id": pad_id, "do_sample": True}
     model.generation_config = GenerationConfig(**settings)  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.save_pretrained(options.out)
     save_tokenizer(tokenizer, options.out, CONTEXT)
     summary = {"model": str(options.out), "parameters": model.num_parameters(), "steps": steps}
