@@ -4,10 +4,10 @@
 #   TORCH_INDEX=URL        index to take torch from, for example one with CPU builds
 #   UNSAFE=1               go on without bubblewrap: executions are then not contained
 #   GYRE_REQUIRE=bwrap     fail, and do not skip, what needs bubblewrap
-#   SEED=0                 seed of the demo
+#   SEED=0  RUN=runs/demo  seed and run directory of the demo
 
 SHELL := /bin/sh
-RUN := .venv/bin
+BIN := .venv/bin
 export UNSAFE TORCH_INDEX PYTHON
 
 .PHONY: help setup demo test check bench docs clean
@@ -20,23 +20,23 @@ setup:
 	@sh .ci/setup
 
 demo: setup
-	@PATH="$(CURDIR)/$(RUN):$$PATH" sh examples/quickstart/demo.sh
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/quickstart/demo.sh
 
 check: setup
-	$(RUN)/ruff check .
-	$(RUN)/ruff format --check .
-	$(RUN)/mypy
-	$(RUN)/lint-imports
-	$(RUN)/python docs/generate.py --check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python docs/generate.py --check
 
 test: check
-	$(RUN)/python -m pytest
+	$(BIN)/python -m pytest
 
 bench: setup
-	$(RUN)/python tests/bench/run.py
+	$(BIN)/python tests/bench/run.py
 
 docs: setup
-	$(RUN)/python docs/generate.py
+	$(BIN)/python docs/generate.py
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -9,6 +9,10 @@ made=$here/made
 say() { printf '\n\033[1m%s\033[0m\n' "$*" >&2; }
 [ -t 2 ] || say() { printf '\n%s\n' "$*" >&2; }
 
+if [ -e "$run" ] && [ ! -f "$run/ledger.db" ]; then
+    echo "demo: $run is there and is not a run; give another RUN=DIR" >&2
+    exit 2
+fi
 if [ -e "$run" ]; then # an earlier run is kept
     kept=$run-$(date -u +%Y%m%dT%H%M%S)
     mv "$run" "$kept"
