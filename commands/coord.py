@@ -40,7 +40,6 @@ def main(cells: str, rule: str, steps: int | None, resume: bool, dry_run: bool, 
             from gyre.errors import UsageError
 
             raise UsageError("--run", f"{setup.run_dir} holds a run", "give --resume to go on with it, or another directory")
-        (setup.run_dir / "run.toml").write_text(setup.resolved.toml(), encoding="utf-8")
         return see_through(setup, plans, bind)
 
     cli.guarded(run)

@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -239,7 +240,7 @@ class Resolved(msgspec.Struct, frozen=True):
             if f"[{k.table}]" not in lines:
                 lines += ["", f"[{k.table}]"]
             value = getattr(getattr(self.config, k.table), k.name)
-            text = f"{k.name} = {msgspec.json.encode(value).decode()}"
+            text = f"{k.name} = {'inf' if value == math.inf else msgspec.json.encode(value).decode()}"  # which JSON has not
             lines.append(f"{text}  # {self.origins[k.dotted]}" if with_origins else text)
         return "\n".join(lines[1:]) + "\n"
 

@@ -65,7 +65,7 @@ class Ending(StrEnum):
     CONTEXT_FULL = "context_full"
     TURN_LIMIT = "turn_limit"
     OVERALL_TIMEOUT = "overall_timeout"
-    VERIFIER_FAILED = "verifier_failed"  # crash, time-out, no reward: never reward 0
+    VERIFIER_FAILED = "verifier_failed"  # crash, time-out or no reward, retries included: never reward 0
     SANDBOX_LOST = "sandbox_lost"
     ENGINE_LOST = "engine_lost"
     TASK_SETUP_FAILED = "task_setup_failed"  # nothing to grade, the task is at fault
@@ -97,7 +97,7 @@ ENDINGS: Final[dict[Ending, EndingRule]] = {
     Ending.CONTEXT_FULL: EndingRule(True, Training.ACCEPT, False),
     Ending.TURN_LIMIT: EndingRule(True, Training.ACCEPT, False),
     Ending.OVERALL_TIMEOUT: EndingRule(False, Training.DISCARD, False),
-    Ending.VERIFIER_FAILED: EndingRule(False, Training.RETRY, True),
+    Ending.VERIFIER_FAILED: EndingRule(False, Training.DISCARD, True),  # the verifier was retried; another draw would reward its killer
     Ending.SANDBOX_LOST: EndingRule(False, Training.RETRY, True),
     Ending.ENGINE_LOST: EndingRule(False, Training.RETRY, True),
     Ending.TASK_SETUP_FAILED: EndingRule(False, Training.PLACEHOLDER, False),

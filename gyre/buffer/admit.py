@@ -159,10 +159,10 @@ def evaluate(s: State, now: Now, cause: str) -> None:
     every, version = s.config.tasks.eval_every, s.published
     if every == 0 or not s.tasks.heldout or version is None:
         return
+    period = every * s.system.steps_per_burst  # a core that resumed within a burst publishes at other steps, so passing a multiple is what counts
+    before = max((e.step for e in s.evals.values() if not e.void), default=None)
     last = version.step >= s.meta.total_steps
-    if not last and (version.step % s.system.steps_per_burst or version.step // s.system.steps_per_burst % every):
-        return
-    if any(e.step == version.step and not e.void for e in s.evals.values()):
+    if before is not None and (before >= version.step or (not last and before // period == version.step // period)):
         return
     row = EvalRow(f"e{version.term}.{version.step}", version.term, version.step, len(s.tasks.heldout), now.wall, len(s.tasks.heldout))
     s.evals[row.eval_id] = row

@@ -124,7 +124,11 @@ def on_ended(s: State, now: Now, e: Received, m: RolloutEnded) -> None:
     s.progress_at = now.mono
     s.reply(e.to, Ack(id="", cause=m.id))
     rule = ENDINGS[ending]
-    if rule.infrastructure:
+    if ending is Ending.ENGINE_LOST and (row.leased_at or 0.0) < s.engine_lost_at:
+        pass  # in flight when that engine was lost: one outage is one failure, however many executions it cost
+    elif rule.infrastructure:
+        if ending is Ending.ENGINE_LOST:
+            s.engine_lost_at = now.wall
         count_infrastructure(s, ending, detail, row.holder, m.id)
     else:
         s.infra_in_a_row = 0

@@ -274,7 +274,8 @@ class Shell:
             self._failed_at = self._failed_at or now
             return now - self._failed_at > (_QUIET_S if told else _FAILURE_LINGER_S)
         quiet_s = now - self._heard_at
-        return quiet_s > (_QUIET_S if told and self._machine.saved else _LINGER_S)
+        patience_s = max(_LINGER_S, self._config.train.claim_ttl_s)  # a core that writes its last checkpoint is heard of within its claims' time
+        return quiet_s > (_QUIET_S if told and self._machine.saved else patience_s)
 
 
 async def run(setup: Setup, worker: Worker, resume: bool = False) -> None:

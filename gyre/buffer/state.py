@@ -95,6 +95,7 @@ class State:
         self.polls: dict[str, Poll] = {}
         self.replies: OrderedDict[str, Message] = OrderedDict()
         self.infra_in_a_row = 0
+        self.engine_lost_at = float("-inf")  # when an engine's loss was last counted
         self.failure = ""
         self.finished_logged = False
         self.progress_at = now.mono
@@ -111,6 +112,9 @@ class State:
             match row:
                 case MetaRow():
                     self.meta = row
+                    if row.seed != self.config.run.seed:
+                        remedy = "give that seed to go on with the run, or begin another one"
+                        raise UsageError("run.toml", f"the ledger was begun with seed {row.seed}, not {self.config.run.seed}", remedy, "run.seed")
                 case QueryRow():
                     self.queries[row.query_id] = row
                 case GroupRow():

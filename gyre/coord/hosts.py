@@ -114,6 +114,9 @@ def _build(kind: Kind, hosts: list[Host], options: dict[str, str], where: str) -
     slots = options.get("slots")
     if slots is not None and not (slots.isdigit() and int(slots) > 0):
         raise UsageError(where, f"{slots!r} is no positive integer", "write for example slots=16", "slots")
+    for key, meant in (("slots", kind is Kind.SANDBOX), ("bind", kind is not Kind.SANDBOX)):
+        if key in options and not meant:
+            raise UsageError(where, f"a {kind} has none", "leave it out", key)
     return Line(
         kind=kind,
         name=name,

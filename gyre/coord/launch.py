@@ -73,8 +73,11 @@ def _address(line: Line, run_dir: Path, kind: str) -> str:
 
 
 def start(plan: Plan, logs: Path) -> subprocess.Popen[bytes]:
-    """Start a process of the plan with its log in `logs`, out of the reach of the terminal's Ctrl-C."""
+    """Start a process of the plan with its log in `logs`, out of the reach of the terminal's Ctrl-C. Raises `UsageError`."""
     logs.mkdir(parents=True, exist_ok=True)
     with (logs / f"{plan.name}.log").open("ab") as log:
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **plan.env}
-        return subprocess.Popen(plan.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True)
+        try:
+            return subprocess.Popen(plan.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True)
+        except OSError as e:
+            raise UsageError("--cells", f"{plan.argv[0]} cannot be run ({e.strerror})", "mend python= of that line", plan.name) from None

@@ -151,7 +151,7 @@ class Machine:
         for p in (p for p in here if p.kind == STOP_ORDER[stage]):
             if p.phase is not Phase.STOPPING:
                 never_up = p.phase is Phase.STARTING
-                p.phase, p.since, p.pressed = Phase.STOPPING, now, 2 if never_up else 1
+                p.phase, p.since, p.pressed = Phase.STOPPING, now - (STOP_S if never_up else 0.0), 2 if never_up else 1
                 effects.append(Terminate(p.name) if never_up else TellStop(p.name, self.ending.reason))
             elif p.pressed == 1 and now - p.since > STOP_S:
                 p.pressed = 2

@@ -23,6 +23,7 @@ from rich.live import Live
 from gyre.cli import Setup
 from gyre.coord import machine as m
 from gyre.coord.launch import Plan, start
+from gyre.errors import DeadlineExceeded
 from gyre.net.sockets import Client, Peer, Server, mint
 from gyre.report.figures import plain
 from gyre.report.live import RunView
@@ -55,6 +56,7 @@ class Coordinator:
     async def run(self) -> m.End:
         """Start everything, and return when everything is gone."""
         self.server = Server.bind(self.bind, ToCoord, kind="coord", name="coord", run_id=self.setup.run_id, insecure=self.setup.config.net.insecure)
+        (self.setup.run_dir / "run.toml").write_text(self.setup.resolved.toml(), encoding="utf-8")  # not before the run is ours alone
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -106,8 +108,12 @@ class Coordinator:
 
     async def _subscribe(self, client: Client) -> None:
         request = Subscribe(id=mint(), events=True)
-        reply, _ = await client.request(request, deadline_s=self.setup.config.run.start_timeout_s, what="the buffer's counters")
-        self._on_buffer(reply, {})
+        try:
+            reply, _ = await client.request(request, deadline_s=self.setup.config.run.start_timeout_s, what="the buffer's counters")
+        except DeadlineExceeded as e:
+            self._feed(m.RunFailed(str(e)))
+        else:
+            self._on_buffer(reply, {})
 
     def _on_worker(self, peer: Peer, message: Message, arrays: Arrays) -> None:
         if isinstance(message, WorkerStatus):
@@ -116,6 +122,8 @@ class Coordinator:
                 self.peers[peer.name] = peer
                 self.view.worker(peer.name, peer.kind, message.phase, message.detail, message.gauges)
                 self._feed(m.HelloSeen(peer.name))
+                if self.machine.processes[peer.name].phase is m.Phase.STOPPING:
+                    self._tell_stop(peer.name)  # again: the first may have been lost
 
     def _on_buffer(self, message: Message, arrays: Arrays) -> None:
         if isinstance(message, Counters):
@@ -146,9 +154,8 @@ class Coordinator:
     def _feed(self, event: m.Event) -> None:
         for effect in self.machine.handle(time.monotonic(), event):
             match effect:
-                case m.TellStop(name, reason):
-                    if name in self.peers:
-                        self.server.send(self.peers[name], Stop(id=mint(), reason=reason))
+                case m.TellStop(name):
+                    self._tell_stop(name)
                 case m.Terminate(name):
                     self._signal(name, signal.SIGTERM)
                 case m.Kill(name):
@@ -158,6 +165,10 @@ class Coordinator:
                     self.end = effect
                 case _:
                     assert_never(effect)
+
+    def _tell_stop(self, name: str) -> None:
+        if name in self.peers and self.machine.ending is not None:
+            self.server.send(self.peers[name], Stop(id=mint(), reason=self.machine.ending.reason))
 
     def _signal(self, name: str, number: signal.Signals) -> None:
         child = self.children.get(name)

@@ -265,7 +265,8 @@ class Client:
         return self.server
 
     async def request(self, message: Message, arrays: Mapping[str, Array] | None = None, *, deadline_s: float, what: str) -> tuple[Message, Arrays]:
-        """Ask, and repeat, until the reply whose cause is this message arrives. Raises `DeadlineExceeded` naming `what`, or `Refused`."""
+        """Ask, and repeat, until the reply whose cause is this message arrives. Raises `DeadlineExceeded` naming `what`, `Refused`, or what ended
+        the receiving task (what `on_push` raised)."""
         future: asyncio.Future[tuple[Message, Arrays]] = asyncio.get_running_loop().create_future()
         frames = encode(message, arrays)
         self._pending[message.id] = (future, frames)
@@ -278,9 +279,12 @@ class Client:
                     self._send(frames)
                 left = deadline_s - (time.monotonic() - started)
                 # asyncio.wait, not wait_for: on Python 3.11 that swallows a cancellation that arrives together with the reply
-                done, _ = await asyncio.wait((future,), timeout=max(0.0, min(left, self._resend_s)))
-                if done:
+                waited = (future, self._task)
+                await asyncio.wait(waited, timeout=max(0.0, min(left, self._resend_s)), return_when=asyncio.FIRST_COMPLETED)
+                if future.done():
                     return future.result()
+                if self._task.done():  # what `on_push` raised: nothing will be received any more
+                    self._task.result()
                 if time.monotonic() - started >= deadline_s:
                     raise DeadlineExceeded(f"{what} at {self.address}", deadline_s)
         finally:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from gyre.errors import UsageError
+from gyre.events import EventReader
 from gyre.report.read import Record, RunReader, Selection
 
 KINDS: Final = ("trajectories", "rollouts", "groups", "calls", "steps", "queries", "evals", "events")
@@ -64,16 +65,23 @@ def records(reader: RunReader, kind: str, selection: Selection, *, tokens: bool)
 def follow(run_dir: Path, kind: str, selection: Selection, *, tokens: bool) -> Iterator[Record | None]:
     """Records as they become final, until the run is finished; None now and then, so that the caller notices a closed pipe."""
     step = (selection.first_step or 1) - 1
-    seen = 0
+    log = EventReader(run_dir / "events.jsonl")
+    seen: set[str] = set()
+    finished = False
     while True:
+        for event in log.events():  # before the ledger is read, which is never behind its log
+            if event.kind in ("finished", "failure", "buffer_started"):
+                finished = event.kind != "buffer_started"  # the buffer may have been started again, for more steps
+            if kind == "events":
+                yield msgspec.to_builtins(event)
         with RunReader(run_dir) as reader:
-            finished = any(e.kind in ("finished", "failure") for e in reader.events())
-            if kind in ("queries", "evals", "events"):
-                for i, record in enumerate(records(reader, kind, selection, tokens=tokens)):
-                    if i >= seen:
-                        seen += 1
+            if kind in ("queries", "evals"):
+                for record in records(reader, kind, selection, tokens=tokens):
+                    key = record["query_id" if kind == "queries" else "eval_id"]
+                    if key not in seen:
+                        seen.add(key)
                         yield record
-            else:
+            elif kind != "events":
                 last = max((s.step for s in reader.step_rows()), default=0)
                 last = min(last, selection.last_step) if selection.last_step is not None else last
                 if last > step:

@@ -1,4 +1,4 @@
-"""Figures from a run's numbers: sparklines, moving averages, bars. Pure text; no terminal, no files."""
+"""Figures from a run's numbers: moving averages, bars. Pure text; no terminal, no files."""
 
 from __future__ import annotations
 
@@ -24,18 +24,6 @@ def moving_average(values: Sequence[float], window: int) -> list[float]:
     return [sum(values[max(0, i + 1 - window) : i + 1]) / (i + 1 - max(0, i + 1 - window)) for i in range(len(values))]
 
 
-def spark(values: Sequence[float], width: int, low: float | None = None, high: float | None = None) -> str:
-    """Values as a line of blocks at most `width` wide; neighbours are averaged when there are more."""
-    if not values:
-        return ""
-    n = min(width, len(values))
-    cells = [mean(values[i * len(values) // n : max(i * len(values) // n + 1, (i + 1) * len(values) // n)]) or 0.0 for i in range(n)]
-    lo = min(cells) if low is None else low
-    hi = max(cells) if high is None else high
-    span = (hi - lo) or 1.0
-    return "".join(_TICKS[min(len(_TICKS) - 1, max(0, int((c - lo) / span * len(_TICKS))))] for c in cells)
-
-
 def chart(values: Sequence[float], width: int, height: int, low: float, high: float) -> list[str]:
     """Values as `height` lines of blocks, the top line first: an eighth of a line is the finest step."""
     if not values:
@@ -48,14 +36,6 @@ def chart(values: Sequence[float], width: int, height: int, low: float, high: fl
         fill = [min(8, max(0, e - row * 8)) for e in eighths]
         rows.append("".join(" " if f == 0 else _TICKS[f - 1] for f in fill))
     return rows
-
-
-def percentile(values: Sequence[float], q: float) -> float | None:
-    """The smallest value that at least `q` (0..1) of the values do not exceed."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -(-int(q * len(ordered) * 1_000_000) // 1_000_000) - 1))]
 
 
 def clock(seconds: float) -> str:

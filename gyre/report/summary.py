@@ -15,8 +15,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from gyre.report.figures import chart, clock, mean, moving_average, percentile
+from gyre.report.figures import chart, clock, mean, moving_average
 from gyre.report.read import RunReader
+from gyre.rules import staleness
 
 FIRST_STEPS: Final = 5
 LAST_STEPS: Final = 10
@@ -31,7 +32,7 @@ def summarize(run_dir: Path) -> dict[str, Any]:
         table = [_row(r.step, r.manifest.get("stats", {}), r.metrics, r.committed_at, r.opened_at) for r in rows]
         rewards = [r["reward"] for r in table if r["reward"] is not None]
         consumed = {g.group_id: g for g in reader.group_rows() if g.state == "consumed" and g.step is not None}
-        stale = [float(g.step - 1 - g.version_step) for g in consumed.values() if g.step is not None]
+        stale = staleness.summarize([staleness.discrete(g.step - 1, g.version_step) for g in consumed.values() if g.step is not None])
         evals = list(reader.evals())
         rollouts = [r for g in consumed for r in reader.rollout_rows(g)]
         endings = Counter(str(r.ending) for r in rollouts)
@@ -51,9 +52,9 @@ def summarize(run_dir: Path) -> dict[str, Any]:
             "eval": {"before": _eval(evals[:1]), "after": _eval(evals[-1:] if len(evals) > 1 else []), "all": evals},
             "staleness": {
                 "predicted": table[-1]["staleness_predicted"] if table else None,
-                "mean": mean(stale),
-                "p95": percentile(stale, 0.95),
-                "max": max(stale, default=None),
+                "mean": stale.mean,
+                "p95": stale.p95,
+                "max": stale.max,
                 "interpolated": mean([r["staleness_interpolated"] for r in table if r["staleness_interpolated"] is not None]),
             },
             "counts": reader.counts(),

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import shlex
 import shutil
 import tempfile
@@ -50,12 +49,12 @@ from gyre.sandbox.gateway.route import Router
 from gyre.sandbox.gateway.session import Limits as SessionLimits
 from gyre.sandbox.gateway.session import Outcome, Session
 from gyre.sandbox.grade import grade
+from gyre.sandbox.run_task import printable
 from gyre.sandbox.task import Task, load_task, tighter_s
 from gyre.types import ENDINGS, Ending, Purpose, Sampling, Ticket
 from gyre.wire.arrays import Array, f32, i32
 from gyre.wire.messages import RolloutEnded
 
-log = logging.getLogger(__name__)
 
 FORWARD: Final = "/run/gyre/forward.py"
 _TCP: Final = "http://127.0.0.1:8080/v1"
@@ -215,16 +214,18 @@ class Executor:
             return _Agent(Ending.SANDBOX_LOST, str(e), None, outcome)
         except InfraSetupFailed as e:
             return _Agent(Ending.INFRA_SETUP_FAILED, str(e), None, outcome)
+        except TaskSetupFailed as e:
+            return _Agent(Ending.TASK_SETUP_FAILED, str(e), None, outcome)
         if ended.timed_out:
             return _Agent(Ending.HARNESS_TIMEOUT, f"the harness ran longer than {timeout_s:g} s", ended.status, outcome)
         if session.context_full:
             return _Agent(Ending.CONTEXT_FULL, "the last call's prompt did not fit", ended.status, outcome)
         detail = ""
         if ended.status != 0:
-            tail = ended.output[-_DETAIL_CHARS:].decode("utf-8", "replace").strip().rpartition("\n")[2]
+            tail = printable(ended.output[-_DETAIL_CHARS:]).strip().rpartition("\n")[2]
             detail = f"the harness ended with status {ended.status}: {tail}" if tail else f"the harness ended with status {ended.status}"
-            if not outcome.calls:
-                log.warning("%s: %s, without a call", session.ticket.rollout_id, detail)
+            if not outcome.calls:  # it never reached the model: a wrong command or a missing file, not an agent that failed
+                return _Agent(Ending.INFRA_SETUP_FAILED, f"{detail}, before any model call", ended.status, outcome)
         return _Agent(Ending.FINISHED, detail, ended.status, outcome)
 
     async def _grade(self, task: Task, workspace: Workspace, seconds: dict[str, float]) -> tuple[float, dict[str, float]]:
@@ -236,7 +237,9 @@ class Executor:
         except SandboxLost as e:
             raise _Stop(Ending.SANDBOX_LOST, str(e)) from None
         except InfraSetupFailed as e:
-            raise _Stop(Ending.VERIFIER_FAILED, str(e)) from None
+            raise _Stop(Ending.INFRA_SETUP_FAILED, str(e)) from None
+        except TaskSetupFailed as e:
+            raise _Stop(Ending.TASK_SETUP_FAILED, str(e)) from None
         finally:
             seconds["grade"] = time.monotonic() - started
         if result.reward is None:
@@ -290,6 +293,6 @@ def _make_home() -> Path:
     for n in itertools.count():
         home = base / f"gw-{lifeline.own_name(n)}"
         with suppress(FileExistsError):
-            home.mkdir(mode=0o755)
+            home.mkdir(mode=0o700)  # the sockets in it are open to all: they are bound into sandboxes of other uids, and nobody else is to find them
             return home
     raise AssertionError("unreachable")

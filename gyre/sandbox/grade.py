@@ -49,7 +49,9 @@ def read_reward(files: Mapping[str, bytes]) -> dict[str, float]:
             if len(entries) != 1:
                 raise NoReward('reward.json has no entry "reward"')
             entries = {"reward": next(iter(entries.values()))}
-        return {str(name): _finite(f"reward.json: {name}", number) for name, number in entries.items()}
+        if not all(name.isprintable() for name in entries):  # half a surrogate pair could not be sent on
+            raise NoReward("reward.json has a name that cannot be printed")
+        return {name: _finite(f"reward.json: {name}", number) for name, number in entries.items()}
     if (data := files.get("reward.txt")) is not None:
         try:
             number = float(data.decode("utf-8").strip())
@@ -60,9 +62,12 @@ def read_reward(files: Mapping[str, bytes]) -> dict[str, float]:
 
 
 def _finite(what: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise NoReward(f"{what} is not a finite number")
-    return float(value)
+    try:
+        if not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # an integer that no float holds
+        pass
+    raise NoReward(f"{what} is not a finite number")
 
 
 def verifier_spec(task: Task, workspace: Workspace, limits: Limits) -> Spec:

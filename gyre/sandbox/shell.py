@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,7 @@ from gyre.net.sockets import Client, mint
 from gyre.net.worker import Worker
 from gyre.sandbox.backends.choose import choose
 from gyre.sandbox.execute import Ended, Executor
+from gyre.sandbox.gateway.http import CONNECTIONS
 from gyre.sandbox.gateway.render import Renderer
 from gyre.sandbox.gateway.route import Router
 from gyre.sandbox.gateway.template import ChatTemplate
@@ -31,6 +33,7 @@ from gyre.wire.messages import FromBuffer, GradingStarted, LeaseRef, LeasesRenew
 log = logging.getLogger(__name__)
 
 _POLL_S: Final = 10.0
+_DESCRIPTORS: Final = 256  # beside those of connections
 
 
 async def run(setup: Setup, worker: Worker, drain_s: float = 5.0) -> None:
@@ -41,6 +44,7 @@ async def run(setup: Setup, worker: Worker, drain_s: float = 5.0) -> None:
     renderer = Renderer(ChatTemplate.load(Path(config.model.path)))
     if renderer.end_id is None:
         log.warning("%s: the chat template has no end-of-turn token after a reply: every call is rendered in full, as a branch", config.model.path)
+    _allow_descriptors(_DESCRIPTORS + config.sandbox.slots * CONNECTIONS)
     backend = choose(config.sandbox.backend, unsafe=config.sandbox.unsafe)
     await backend.start()
     for note in backend.notes:
@@ -96,10 +100,11 @@ class _Shell:
             await self._kill_all()
 
     async def _kill_all(self) -> None:
-        for task in self._running.values():
-            task.cancel()
-        if self._running:
-            await asyncio.wait(self._running.values())
+        while self._running:
+            for task in self._running.values():
+                _cancel(task)
+            await asyncio.wait(self._running.values(), timeout=1.0)
+            await asyncio.sleep(0)  # its callback frees the slot
 
     async def _until_stop(self, waiting: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.ensure_future(waiting)
@@ -184,4 +189,20 @@ class _Shell:
                 for ref in reply.lost:
                     if (task := self._running.get(ref)) is not None:
                         log.warning("the lease of %s (epoch %d) is lost", ref.rollout_id, ref.epoch)
-                        task.cancel()
+                        _cancel(task)
+
+
+def _allow_descriptors(n: int) -> None:
+    """Agents decide how many connections they open: no number of them may be the end of this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < n:
+        log.warning("only %d files may be open (ulimit -Hn): %d would be safe for so many slots", hard, n)
+        n = hard
+    if soft != resource.RLIM_INFINITY and soft < n:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (n, hard))
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    """Once: a second time would interrupt its cleaning up. That may be on already, after the overall timeout say."""
+    if not task.cancelling():
+        task.cancel()

@@ -149,7 +149,10 @@ def _checked(file: Path, key: str, value: Any, kind: type) -> Any:
     if good and kind in (int, float):
         good = 0 < value < float("inf")
     if good and kind is dict:
-        good = all(isinstance(v, str) for v in value.values())
+        # LD_*: the loader would obey it in a program that is still root of the sandbox's namespaces
+        good = all(isinstance(v, str) and "\0" not in k + v and k and "=" not in k and not k.startswith("LD_") for k, v in value.items())
+    elif good and kind is str:
+        good = "\0" not in value  # it would end an argument of bwrap's, and begin another
     if not good:
         raise UsageError(str(file), f"{value!r} will not do", f"give {_WORDS[kind]}", key)
     return value
@@ -163,6 +166,8 @@ def _instruction(file: Path) -> str:
         raise UsageError(str(file), "no such file", "a task needs an instruction") from None
     except (OSError, UnicodeDecodeError) as e:
         raise UsageError(str(file), f"cannot be read ({e})", "make it a readable UTF-8 file") from None
+    if "\0" in text:
+        raise UsageError(str(file), "it has a NUL character", "make it plain text")
     if not text or len(data) > MAX_INSTRUCTION_BYTES:
         raise UsageError(str(file), "empty" if not text else f"{len(data)} bytes", f"write an instruction of 1 to {MAX_INSTRUCTION_BYTES} bytes")
     return text
@@ -171,7 +176,7 @@ def _instruction(file: Path) -> str:
 def _check_workdir(file: Path, workdir: str) -> None:
     place = PurePosixPath(workdir)
     taken = any(place.is_relative_to(p) or PurePosixPath(p).is_relative_to(place) for p in (*SYSTEM_PLACES, *OTHER_PLACES))
-    if not place.is_absolute() or ".." in place.parts or taken:
+    if place.root != "/" or ".." in place.parts or taken:
         raise UsageError(str(file), f"{workdir!r} cannot hold a workspace", 'give a directory of its own, such as "/work"', "environment.workdir")
 
 

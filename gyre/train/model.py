@@ -138,7 +138,7 @@ def _micro_batch(data: MicroStepData, rows: list[_Row], device: torch.device) ->
 
 
 class Policy:
-    """A causal model with its directory. `model` is the Hugging Face model, in evaluation mode."""
+    """A causal model, and the directory of its tokenizer. `model` is the Hugging Face model, in evaluation mode."""
 
     def __init__(self, model: Any, source: Path, temperature: float, logits_at_once: int = _LOGITS_AT_ONCE) -> None:
         self.model = model.eval()
@@ -152,7 +152,10 @@ class Policy:
 
     @classmethod
     def load(cls, path: Path, config: Model, temperature: float) -> Policy:
-        """Load a model directory. Raises `UsageError` for a directory or device that cannot be used."""
+        """Load a model directory. Raises `UsageError` for a directory or device that cannot be used.
+
+        Its `source`, whose tokenizer goes into checkpoints, is `config.path` if there is one: a checkpoint it was loaded from may be pruned.
+        """
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
@@ -166,7 +169,7 @@ class Policy:
         except (OSError, ValueError, KeyError, RuntimeError) as e:
             first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
             raise UsageError("run.toml", f"{path} cannot be loaded ({first})", "give a complete Hugging Face causal model", "model.path") from e
-        return cls(model.to(_device(config.device)), path, temperature)
+        return cls(model.to(_device(config.device)), Path(config.path) if config.path else path, temperature)
 
     @torch.no_grad()
     def _check_head(self) -> None:

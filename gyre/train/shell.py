@@ -26,7 +26,7 @@ from gyre.train.loop import Loop
 from gyre.train.metrics import Board
 from gyre.train.model import Policy
 from gyre.train.optimizer import Learner
-from gyre.types import Role, Version
+from gyre.types import Version
 from gyre.weights.snapshot import model_tensors, pack
 from gyre.weights.transfer import PolicyServer
 from gyre.wire.messages import FromBuffer, Message, ToTrain
@@ -65,10 +65,8 @@ class _Engines:
         return await self._server.wait_loaded(version, self._config.run.start_timeout_s, grace_s=self._config.net.engine_timeout_s)
 
 
-async def run(setup: Setup, worker: Worker, *, role: Role | str = Role.CORE, resume: bool = False) -> None:
+async def run(setup: Setup, worker: Worker, *, resume: bool = False) -> None:
     """Be the core until the run's last step is published and saved, or until told to stop. Raises `UsageError` or `WorkFailed`."""
-    if role == Role.SATELLITE:
-        raise UsageError("--role", "satellites are not built yet", "run one gyre-train, the core")
     core = asyncio.create_task(_core(setup, worker, resume))
     stop = asyncio.create_task(worker.stop.wait())
     await asyncio.wait([core, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -147,9 +145,9 @@ async def _train(
     finally:
         renewing.cancel()
         board.close()
-        compute.close()
+        await asyncio.to_thread(compute.close)  # in threads: a second signal, which ends the process at once, must be seen meanwhile
         if worker.stop.is_set() and not loop.dirty and loop.step > loop.saved:
-            log.info("stopped after step %d: saved as %s", loop.step, loop.save())
+            log.info("stopped after step %d: saved as %s", loop.step, await asyncio.to_thread(loop.save))
 
 
 def _learner(config: Config, found: checkpoint.Checkpoint | None) -> Learner:

@@ -16,9 +16,10 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 Message = dict[str, Any]
+_DEPTH: Final = 100  # of arguments that are looked into; far from where the interpreter's own limit is
 
 
 class UnsupportedContent(ValueError):
@@ -52,11 +53,14 @@ def _tool_call(call: Any) -> Message:
         raise UnsupportedContent("a tool call without function.name")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with suppress(ValueError):  # malformed arguments that the harness echoes stay a string, as does half a surrogate pair
+        with suppress(ValueError, RecursionError):  # malformed arguments that the harness echoes stay a string, as does half a surrogate pair
             parsed = json.loads(arguments)
-            if "\\u" in arguments:
-                canonical(parsed).encode()
-            arguments = parsed
+            if not is_deep(parsed):
+                if "\\u" in arguments:
+                    canonical(parsed).encode()
+                arguments = parsed
+    elif is_deep(arguments):
+        raise UnsupportedContent("tool arguments that are nested too deeply")
     return {"id": str(call.get("id", "")), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
@@ -74,6 +78,8 @@ def normalise(message: Any) -> Message:
         if reasoning:
             out["reasoning_content"] = reasoning
         if message.get("tool_calls"):
+            if not isinstance(message["tool_calls"], list):
+                raise UnsupportedContent("tool_calls is not a list")
             out["tool_calls"] = [_tool_call(c) for c in message["tool_calls"]]
     elif role == "tool":
         out["tool_call_id"] = str(message.get("tool_call_id", ""))
@@ -82,16 +88,31 @@ def normalise(message: Any) -> Message:
     return out
 
 
+def is_deep(value: Any, levels: int = _DEPTH) -> bool:
+    """Whether a JSON value is nested more than so many levels deep."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels == 0 or any(is_deep(v, levels - 1) for v in inner if isinstance(v, (dict, list)))
+
+
 def canonical(value: Any) -> str:
     """JSON text that is equal exactly when the parsed values are."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value with its whole numbers as integers: JavaScript writes 1.0 as 1."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def fingerprint(message: Message) -> bytes:
     """16 bytes for a message in canonical form. White space around an assistant's text does not count: its ids are on record."""
     role, text = message["role"], message["content"]
     if role == "assistant":
-        calls = [(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", ())]
+        calls = [(c["id"], c["function"]["name"], _plain(c["function"]["arguments"])) for c in message.get("tool_calls", ())]
         fields: list[Any] = [role, text.strip(), message.get("reasoning_content", "").strip(), calls]
     else:
         fields = [role, text, message.get("tool_call_id", ""), message.get("name", "")]

@@ -71,10 +71,6 @@ class PolicyServer:
         self._watchers: dict[str, _Watcher] = {}  # by cell
         self._changed = asyncio.Event()
 
-    @property
-    def latest(self) -> Version | None:
-        return self._store.latest.version if self._store.latest else None
-
     def publish(self, snapshot: Snapshot) -> None:
         """Lend a newer snapshot and tell every engine that watches."""
         self._store.publish(self._clock(), snapshot)

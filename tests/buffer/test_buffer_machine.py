@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from gyre.errors import UsageError
@@ -149,7 +150,7 @@ def test_a_grade_without_a_number_is_a_verifier_failure_never_zero(world, ending
     (ticket,) = wd.lease()
     wd.end(ticket, reward, ending)
     row = wd.machine.state.rollouts[ticket.rollout_id]
-    assert (row.state, row.ending, row.reward, row.epoch) == (RolloutState.QUEUED, Ending.VERIFIER_FAILED, None, 1)
+    assert (row.state, row.ending, row.reward, row.epoch) == (RolloutState.DISCARDED, Ending.VERIFIER_FAILED, None, 0)
 
 
 def test_an_execution_weighs_once_however_many_trajectories_it_has(world):
@@ -220,6 +221,24 @@ def test_infrastructure_failures_in_a_row_fail_the_run_and_a_success_between_res
     assert wd.machine.counters().failure == wd.machine.failure
     assert wd.one(w.LeaseTickets(id="L", n=1, wait_s=9.0)).finished
     assert wd.machine.failure in wd.claim(1).reason
+
+
+def test_an_engine_lost_counts_once_however_many_executions_it_had(world):
+    wd = start(world, run__max_infra_failures=3, sandbox__reissues=9, system__groups_per_step=8)
+    for failures in range(3):  # waves of executions
+        assert wd.machine.failure == "", failures
+        tickets = wd.lease(10)
+        wd.now += 1.0
+        for ticket in tickets:
+            wd.end(ticket, None, Ending.ENGINE_LOST)
+    assert wd.machine.failure.startswith("3 infrastructure failures in a row, the last: engine_lost")
+
+
+def test_a_ledger_goes_on_with_its_own_seed(world):
+    wd = start(world)
+    wd.cfg = msgspec.structs.replace(wd.cfg, run=msgspec.structs.replace(wd.cfg.run, seed=wd.cfg.run.seed + 1))
+    with pytest.raises(UsageError, match=r"run.seed: the ledger was begun with seed 0, not 1; give that seed"):
+        wd.restart()
 
 
 def test_a_dead_sandbox_counts_once_however_many_leases_it_had(world):
@@ -526,6 +545,23 @@ def test_evaluation_is_leased_first_and_is_outside_groups_and_counts(world):
     assert [e["version"] for e in wd.events("eval_issued")] == [0, 2, 3]
     wd.finish_all()
     assert wd.machine.finished and wd.kinds()[-1] == "finished"
+
+
+def test_evaluation_goes_on_when_a_core_resumed_within_a_burst(world):
+    wd = start(world, heldout=1, tasks__eval_every=1, train__steps=20, system__steps_per_burst=2, system__target_staleness=1.5)
+    for step in (1, 2, 3):
+        wd.finish_all()
+        wd.train(step)
+        if step == 2:
+            wd.publish(step)
+    wd.core(3)  # from a checkpoint between two publications: from now on the odd versions are published
+    wd.publish(3)
+    for step in range(4, 10):
+        wd.finish_all()
+        wd.train(step)
+        if step % 2:
+            wd.publish(step)
+    assert [e["version"] for e in wd.events("eval_issued")] == [0, 2, 5, 7, 9]
 
 
 def test_evaluation_is_off_by_default_and_lost_ones_are_counted_as_not_graded(world):

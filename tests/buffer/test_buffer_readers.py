@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 
 from gyre import config as configuration
 from gyre.buffer import shell
+from gyre.buffer.ledger import Ledger
 from gyre.cli import Setup
+from gyre.events import Event, EventWriter, encode
 from gyre.net.endpoints import endpoint
 from gyre.net.sockets import Client, mint
 from gyre.net.worker import Worker
+from gyre.report import dump
+from gyre.report.read import Selection
 from gyre.types import Version
 from gyre.wire import messages as w
 
@@ -63,6 +68,24 @@ def test_a_late_subscriber_is_told_the_state_first(tmp_path: Path) -> None:
             await running
 
     asyncio.run(story())
+
+
+def test_following_goes_on_when_a_finished_run_is_continued(tmp_path: Path) -> None:
+    """What an earlier life said of its end does not end the reader of a later one; each event is told once."""
+    Ledger(tmp_path).close()
+    kinds = ["buffer_started", "finished", "buffer_started", "step", "finished"]
+
+    def write(first: int, last: int) -> None:
+        writer = EventWriter(tmp_path / "events.jsonl")
+        lines = [Event(seq=i, t_wall=0.0, t_mono=0.0, proc="buffer", cause="", kind=kinds[i]) for i in range(first, last)]
+        writer.write([(e.seq, encode(e)) for e in lines])
+        writer.close()
+
+    write(0, 4)
+    following = dump.follow(tmp_path, "events", Selection(), tokens=False)
+    assert [e and e["kind"] for e in itertools.islice(following, 5)] == [*kinds[:4], None]
+    write(4, 5)
+    assert [e and e["kind"] for e in following] == ["finished"]
 
 
 def test_lines_of_steps_go_on_after_a_core_came_back(world):

@@ -25,7 +25,7 @@ def test_precedence_and_origins(tmp_path: Path) -> None:
 
 
 def test_written_and_read_back(tmp_path: Path) -> None:
-    first = config.load(None, ["model.path=m", 'sandbox.harness=sh -c "a\\tb"', "train.lr=3e-4"])
+    first = config.load(None, ["model.path=m", 'sandbox.harness=sh -c "a\\tb"', "train.lr=3e-4", "run.coord_grace_s=inf", "train.lr_min=1e-9"])
     again = config.load(write(tmp_path, first.toml()))
     assert again.config == first.config
     assert config.load(write(tmp_path, first.toml(with_origins=True))).config == first.config

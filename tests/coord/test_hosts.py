@@ -49,6 +49,8 @@ REST = "\nsandbox localhost\ntrain-cell localhost\n"
         ("buffer a@-x", r"hosts.txt:1: 'a@-x' is no host"),
         ("buffer node[1-", r"hosts.txt:1: 'node\[1-' is no host range"),
         ("buffer localhost slots=0", r"hosts.txt:1: slots: '0' is no positive integer"),
+        ("buffer localhost slots=4", r"hosts.txt:1: slots: a buffer has none; leave it out"),
+        ("sandbox localhost bind=ipc://x", r"hosts.txt:1: bind: a sandbox has none; leave it out"),
         ("buffer localhost gpus=3-1", r"hosts.txt:1: gpus: '3-1' names no GPUs"),
         ("buffer localhost gpus=1,1", r"hosts.txt:1: gpus: '1,1' names a GPU twice"),
         ("buffer localhost color=red", r"hosts.txt:1: unknown option 'color=red'"),

@@ -97,6 +97,8 @@ def test_no_hello_is_a_failure_with_a_name() -> None:
     assert m.handle(60.0, Tick()) == []
     assert m.handle(60.1, Tick()) == [Terminate("box")]
     assert m.ending == End(1, "gave up after 60 s waiting for the hello of box", "box")
+    assert m.handle(60.1 + KILL_S, Tick()) == []
+    assert m.handle(60.2 + KILL_S, Tick()) == [Kill("box")]  # it was terminated at once
 
 
 def test_the_buffers_failure_is_the_runs() -> None:

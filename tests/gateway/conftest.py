@@ -118,6 +118,7 @@ class Sampled(NamedTuple):
     version: Version = FIRST
     delay_s: float = 0.0
     refuse: str = ""
+    when_aborted: str = "abort"  # or how it finished just before
 
 
 Script = Callable[[Generate, list[int]], Sampled]
@@ -151,7 +152,7 @@ class FakeEngine:
                 if message.request_id in self._pending:
                     peer, request, sampled, timer = self._pending.pop(message.request_id)
                     timer.cancel()
-                    self._answer(peer, request, sampled._replace(ids=sampled.ids[:2], finish="abort"))
+                    self._answer(peer, request, sampled._replace(ids=sampled.ids[:2], finish=sampled.when_aborted))
             case Generate():
                 if message.request_id in self._pending:
                     return

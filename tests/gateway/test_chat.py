@@ -15,6 +15,10 @@ from gyre.types import CallStatus, Ending, Sampling
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
+def nested(n: int) -> bytes:
+    return b"[" * n + b"]" * n
+
+
 def test_completion_and_usage(gateway: Any, renderer: Any, sampled: Any) -> None:
     ids = renderer.template.tokenizer.encode("hello").ids
 
@@ -149,6 +153,8 @@ def test_the_runs_sampling_wins(gateway: Any, renderer: Any, sampled: Any) -> No
         (b'{"messages": [{"role": "user", "content": "\xff"}]}', 400),
         (b'{"messages": [{"role": "user", "content": "x"}], "n": 2}', 400),
         (b'{"messages": [{"role": "user", "content": "x"}], "extra": 1}', 200),
+        (b'{"messages": [{"role": "assistant", "tool_calls": 5}]}', 400),
+        (b'{"messages": [{"role": "user", "content": "x"}], "model": "%s"}' % (b"m" * 2000), 400),
     ],
 )
 def test_bad_requests(gateway: Any, renderer: Any, sampled: Any, body: bytes, status: int) -> None:
@@ -164,6 +170,90 @@ def test_bad_requests(gateway: Any, renderer: Any, sampled: Any, body: bytes, st
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("n", [200, 850, 900, 940, 960, 980, 20_000])
+def test_deep_json_is_no_bug(gateway: Any, renderer: Any, sampled: Any, n: int) -> None:
+    """Whatever an agent may send: a fault of the gateway would end the run. The fixture looks for one."""
+    deep = nested(n).decode()
+    user = '{"messages": [{"role": "user", "content": "x"}], FIELD}'
+    fields = ['"tools": [{"a": DEEP}]', '"tool_choice": DEEP']
+    assistant = '{"messages": [{"role": "assistant", "tool_calls": [CALL]}]}'
+    calls = ['{"id": DEEP, "function": {"name": "f"}}', '{"function": {"name": "f", "arguments": DEEP}}']
+    bodies = [user.replace("FIELD", f) for f in fields] + [assistant.replace("CALL", c) for c in calls]
+
+    async def run() -> None:
+        async with gateway(lambda r, p: sampled([renderer.end_id])) as g:
+            client = await g.connect()
+            for body in bodies:
+                status, _ = await client.request("POST", "/v1/chat/completions", body.replace("DEEP", deep).encode())
+                assert status in (200, 400)
+            assert status == 400
+            echoed = bodies[3].replace("DEEP", f'"{deep}"')  # malformed arguments stay as they are
+            assert (await client.request("POST", "/v1/chat/completions", echoed.encode()))[0] == 200
+
+    asyncio.run(run())
+
+
+def test_a_head_request_gets_no_body(gateway: Any, renderer: Any, sampled: Any) -> None:
+    async def run() -> None:
+        async with gateway(lambda r, p: sampled([renderer.end_id])) as g:
+            client = await g.connect()
+            client.writer.write(b"HEAD /v1/models HTTP/1.1\r\nHost: m\r\n\r\nnonsense\r\n\r\n")
+            answers = (await client.reader.read()).split(b"HTTP/1.1 ")
+            assert [a[:3] for a in answers] == [b"", b"404", b"400"] and answers[1].endswith(b"\r\n\r\n")
+
+    asyncio.run(run())
+
+
+def test_open_bodies_together_are_bounded(gateway: Any, renderer: Any, sampled: Any) -> None:
+    """Or an agent could fill this process's memory through many connections."""
+
+    async def run() -> None:
+        async with gateway(lambda r, p: sampled([renderer.end_id])) as g:
+            clients = [await g.connect() for _ in range(3)]
+            for client in clients:
+                client.writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: m\r\nContent-Length: 16000000\r\n\r\n" + b" " * 15_000_000)
+            refused = [asyncio.ensure_future(c.reader.readline()) for c in clients]
+            done, waiting = await asyncio.wait(refused, return_when=asyncio.FIRST_COMPLETED)
+            assert [b"413" in d.result() for d in done] == [True] and len(waiting) == 2
+            for client in clients:
+                client.close()
+            await asyncio.wait(refused)
+            assert (await (await g.connect()).chat(MESSAGES))[0] == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"messages": [{"role": "user", "content": "x" * 3_000_000}]},
+        {"messages": [{}] * 2000},
+        {"messages": MESSAGES, "tools": [{"x": "x" * 3_000_000}]},
+    ],
+)
+def test_what_cannot_fit_is_refused_before_it_is_tokenised(gateway: Any, renderer: Any, sampled: Any, request_: dict[str, Any]) -> None:
+    async def run() -> None:
+        async with gateway(lambda r, p: sampled([renderer.end_id]), context=1000) as g:
+            status, error = await (await g.connect()).chat(**request_)
+            assert (status, error["code"]) == (400, "context_length_exceeded") and g.session.context_full
+
+    asyncio.run(run())
+
+
+def test_a_call_that_was_complete_when_its_caller_went_is_aborted_too(gateway: Any, sampled: Any, until: Any) -> None:
+    async def run() -> None:
+        async with gateway(lambda r, p: sampled([5, 6, 7], delay_s=60.0, when_aborted="stop")) as g:
+            client = await g.connect()
+            client.send("POST", "/v1/chat/completions", json.dumps({"messages": MESSAGES}).encode())
+            await until(lambda: g.engines[0].requests)
+            client.close()
+            await until(lambda: g.engines[0].aborted)
+            outcome = await g.close()
+            assert [c.status for c in outcome.calls] == [CallStatus.ABORTED] and not outcome.trajectories
+
+    asyncio.run(run())
+
+
 def test_http_limits(gateway: Any, renderer: Any, sampled: Any) -> None:
     async def run() -> None:
         async with gateway(lambda r, p: sampled([renderer.end_id])) as g:
@@ -172,6 +262,10 @@ def test_http_limits(gateway: Any, renderer: Any, sampled: Any) -> None:
             client = await g.connect()
             client.writer.write(b"nonsense\r\n\r\n")
             assert b"400" in await client.reader.readline()
+            for ends in (b"", b"\r\n"):
+                client = await g.connect()
+                client.writer.write(b"GET /v1/models HTTP/1.1\r\nHost: m\r\n" + b"a:\r\n" * 1000 + ends)
+                assert b"431" in await client.reader.readline()
             client = await g.connect()
             body = json.dumps({"messages": MESSAGES}).encode()
             head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: m\r\nContent-Length: %d\r\n\r\n" % len(body)
@@ -196,6 +290,8 @@ def test_http_limits(gateway: Any, renderer: Any, sampled: Any) -> None:
         ('<tool_call>{"name": "f", "arguments": {}}', {"content": '<tool_call>{"name": "f", "arguments": {}}'}),
         ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', {"content": '<tool_call>{"name": "f", "arguments": "x"}</tool_call>'}),
         ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',) * 2,
+        ('<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',) * 2,
+        ('<tool_call>{"name": "f", "arguments": {"a": DEEP}}</tool_call>'.replace("DEEP", nested(200).decode()),) * 2,
         (
             'a<tool_call>\n{"name": "f", "arguments": {"x": "</tool_call>"}}\n</tool_call>\n<tool_call>{"name": "g", "arguments": {}}</tool_call>',
             {"content": "a", "tool_calls": [("p_0", "f", '{"x": "</tool_call>"}'), ("p_1", "g", "{}")]},

@@ -150,7 +150,7 @@ def test_a_harness_that_talks_tcp(run_ticket: Any, tmp_path: Path) -> None:
         ("loop", {"max_turns": 3}, Ending.TURN_LIMIT, 1.0),
         ("long", {}, Ending.CONTEXT_FULL, 1.0),
         ("silent", {}, Ending.NO_TRAINABLE_TOKEN, 1.0),
-        ("crash", {}, Ending.NO_TRAINABLE_TOKEN, 0.0),
+        ("crash", {}, Ending.INFRA_SETUP_FAILED, None),  # it never reached the model
         ("finish", {"delay_s": 60.0, "harness_timeout_s": 1.5}, Ending.NO_TRAINABLE_TOKEN, 0.0),  # its only call was aborted
         ("hang", {"overall_timeout_s": 1.5}, Ending.OVERALL_TIMEOUT, None),
         ("finish", {"version": Version(0, 9)}, Ending.ENGINE_LOST, None),
@@ -167,7 +167,7 @@ def test_endings(run_ticket: Any, mode: str, keys: dict[str, Any], ending: Endin
 
 
 def test_the_harness_own_words_are_kept(run_ticket: Any) -> None:
-    assert run_ticket("crash")[0].message.detail == "finished: the harness ended with status 1: it broke"
+    assert run_ticket("crash")[0].message.detail == "the harness ended with status 1: it broke, before any model call"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ class Broken(Process):
         (SandboxLost("gone"), "workspace", Ending.SANDBOX_LOST),
         (SandboxLost("gone"), "agent", Ending.SANDBOX_LOST),
         (SandboxLost("gone"), "verifier", Ending.SANDBOX_LOST),
-        (InfraSetupFailed("no bwrap"), "verifier", Ending.VERIFIER_FAILED),
+        (InfraSetupFailed("no bwrap"), "verifier", Ending.INFRA_SETUP_FAILED),
     ],
 )
 def test_broken_machinery(run_ticket: Any, error: Exception, where: str, ending: Ending) -> None:

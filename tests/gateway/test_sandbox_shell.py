@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -180,6 +181,39 @@ def test_a_lost_lease_kills_its_execution(play: Any, until: Any) -> None:
 
     buffer, _ = play(["hang", "quick"], lose, ttl_s=0.6, slots=1)
     assert list(buffer.ended) == ["r1"]
+
+
+def test_cleaning_up_is_not_interrupted() -> None:
+    """A lost lease is said again and again; then the process is told to stop."""
+    cleaned = []
+
+    async def execution() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.1)
+            cleaned.append(True)
+
+    async def run() -> None:
+        task = asyncio.create_task(execution())
+        for _ in range(4):
+            await asyncio.sleep(0.01)
+            shell._cancel(task)
+        await asyncio.wait((task,))
+        assert task.cancelled() and cleaned
+
+    asyncio.run(run())
+
+
+def test_descriptors_for_all_connections() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+        shell._allow_descriptors(600)
+        shell._allow_descriptors(300)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (600, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_signal_stops_in_order(play: Any, until: Any) -> None:

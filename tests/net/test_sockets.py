@@ -97,6 +97,31 @@ def test_a_wait_ends_and_names_what_it_waited_for(tmp_path: Path) -> None:
     go(body)
 
 
+def test_what_a_push_handler_raises_reaches_whoever_asks(tmp_path: Path) -> None:
+    """Nothing is received after it: whoever waits, and whoever asks later, must not wait for his deadline."""
+
+    async def body() -> None:
+        server = Server.bind(f"ipc://{tmp_path}/e", w.ToRollout, kind="rollout", name="cell", run_id="r")
+        arrived: asyncio.Queue[Peer] = asyncio.Queue()
+        task = asyncio.create_task(server.serve(lambda peer, message, arrays: arrived.put_nowait(peer)))
+
+        def bug(message: w.Message, arrays: Arrays) -> None:
+            raise ZeroDivisionError("a bug in a handler")
+
+        c = client(server.address, on_push=bug)
+        waiting = asyncio.create_task(c.request(*ask(1), deadline_s=DEADLINE_S, what="echo"))  # type: ignore[arg-type]
+        server.send(await arrived.get(), w.EngineRefuse(id=mint(), cause="nobody", request_id="x", reason="full"))
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(waiting, 5.0)
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(c.request(*ask(2), deadline_s=DEADLINE_S, what="echo"), 5.0)  # type: ignore[arg-type]
+        c.close()
+        task.cancel()
+        server.close()
+
+    go(body)
+
+
 def test_versions_and_runs_must_agree(tmp_path: Path) -> None:
     async def body() -> None:
         server, task = serve(f"ipc://{tmp_path}/e", run_id="mine")

@@ -166,6 +166,16 @@ if os.uname().machine == 'x86_64':
     for name, n in SYS.items():
         assert call('syscall', n, 0x10000000 | 17, 0, 0, 0, 0), name
 assert call('unshare', 0x10000000)
+import socket
+for family in {*range(50)} - {1, 2, 10, 16}:  # vsock, AF_ALG, packets
+    try:
+        socket.socket(family, socket.SOCK_DGRAM)
+    except OSError as e:
+        assert e.errno == errno.EAFNOSUPPORT, family
+    else:
+        raise AssertionError(family)
+for family in (1, 2, 10):
+    socket.socket(family, socket.SOCK_DGRAM)
 print('denied')
 """
 

@@ -224,6 +224,16 @@ def test_a_missing_source_is_no_exit_status(bwrap, tmp_path):
     bwrap(story)
 
 
+def test_a_command_too_long_is_the_tasks_fault(bwrap):
+    async def story(b):
+        for argv, env in [(["echo", "x" * (1 << 17)], {}), (["true"], {"A": "x" * 200_000})]:
+            with pytest.raises(TaskSetupFailed):
+                await b.once("", argv=argv, env=env)
+        assert (await b.once("echo fine")).output == b"fine\n"
+
+    bwrap(story)
+
+
 @pytest.mark.parametrize("new_box", ["bubblewrap"], indirect=True)
 def test_lost_warden_is_a_lost_sandbox(new_box, living):
     mark = uuid.uuid4().hex

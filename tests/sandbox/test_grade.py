@@ -33,6 +33,8 @@ NO_REWARDS = [
     {"reward.json": b"[1]"},
     {"reward.json": b"[" * 60000},
     {"reward.json": b'{"reward": 1e999}'},
+    {"reward.json": b"1" * 400},
+    {"reward.json": b'{"reward": 1, "\\ud800": 0}'},
 ]
 
 

@@ -59,6 +59,10 @@ BAD_TOML = [
     ("[verifier]\nenv = { A = 1 }", "give a table of strings", "verifier.env"),
     ("agent = 3", "not a table; write [agent]", "agent"),
     ('[environment]\nworkdir = "/usr/src"', "cannot hold a workspace", "environment.workdir"),
+    ('[environment]\nworkdir = "//usr"', "cannot hold a workspace", "environment.workdir"),
+    ('[environment]\nworkdir = "/w\\u0000--bind"', "will not do", "environment.workdir"),
+    ('[environment]\nenv = { A = "1\\u0000--bind" }', "will not do", "environment.env"),
+    ('[environment]\nenv = { "A=B" = "1" }', "will not do", "environment.env"),
     ('[environment]\nworkdir = "/"', "cannot hold a workspace", "environment.workdir"),
     ('[environment]\nworkdir = "work"', "cannot hold a workspace", "environment.workdir"),
     ('[environment]\nworkdir = "/tests/../x"', "cannot hold a workspace", "environment.workdir"),
@@ -85,6 +89,9 @@ def test_missing_parts_are_named(make_task, tmp_path):
     empty = make_task("empty")
     (empty / "instruction.md").write_text(" \n")
     with pytest.raises(UsageError, match=r"instruction\.md: empty"):
+        load_task(empty)
+    (empty / "instruction.md").write_bytes(b"a\0b")
+    with pytest.raises(UsageError, match="NUL"):
         load_task(empty)
     (empty / "instruction.md").write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="UTF-8"):

@@ -69,6 +69,14 @@ def test_is_a_model_directory(tiny_model: Path, tmp_path: Path) -> None:
     assert (again / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
+def test_the_tokenizer_outlives_the_checkpoint_that_was_resumed_from(tiny_model: Path, tmp_path: Path) -> None:
+    first = checkpoint.save(tmp_path, load(tiny_model), term=1, step=1, lr=0.0, keep=1)
+    resumed = Learner(Policy.load(first, Model(path=str(tiny_model), device="cpu"), 1.0), Train(), 10)
+    for step in (2, 3):  # the first of them removes the checkpoint it came from
+        path = checkpoint.save(tmp_path, resumed, term=2, step=step, lr=0.0, keep=1)
+        assert not first.exists() and (path / "chat_template.jinja").is_file() and (path / "tokenizer.json").is_file()
+
+
 @pytest.mark.parametrize("damage", ["cut", "flip", "missing", "no state", "torn state"])
 def test_torn_checkpoint_is_skipped(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
     one = load(tiny_model)

@@ -30,6 +30,7 @@ def test_cosmetic_differences_do_not_count() -> None:
     assert same(reply(), {**reply(), "content": "", "refusal": None, "annotations": []})
     assert same({"role": "system", "content": "s"}, {"role": "developer", "content": [{"type": "text", "text": "s", "cache_control": {}}]})
     assert same(reply(reasoning="r"), reply(reasoning_content="r"))
+    assert same(reply(arguments='{"a": 1.0, "b": [-2e1]}'), reply(arguments='{"a": 1, "b": [-20]}'))  # as JavaScript writes them
     assert same(reply(arguments='{"a": "\\u00e9"}'), reply(arguments='{"a": "é"}'))
 
 
@@ -38,6 +39,7 @@ def test_cosmetic_differences_do_not_count() -> None:
     [
         reply(name="invalid"),  # renamed under the same id
         reply(arguments='{"a": 2, "b": "x"}'),
+        reply(arguments='{"a": true, "b": "x"}'),
         reply(arguments='{"a": 1, "b": "x"'),  # malformed
         reply(call_id="call_2"),
         reply(content="text"),

@@ -117,7 +117,7 @@ class Backend(Protocol):
         """A workspace with a copy of the directory `source`. `TaskSetupFailed`, `InfraSetupFailed`, `DeadlineExceeded`."""
 
     async def run(self, spec: Spec) -> Exit:
-        """Run one command. `SandboxLost`, `InfraSetupFailed`. Cancelled, it kills the sandbox first."""
+        """Run one command. `SandboxLost`, `InfraSetupFailed`, `TaskSetupFailed` (a command too long). Cancelled, it kills the sandbox first."""
 
     async def drop(self, workspace: Workspace) -> None:
         """Remove a workspace; none of its sandboxes may be running. Dropping twice is harmless."""

@@ -40,6 +40,7 @@ from gyre.sandbox.backends.output import Reader
 WARDEN: Final = "gyre.sandbox.backends.warden"
 GRACE_S: Final = 15.0  # beyond a run's own deadline, for the warden to kill it and say so
 START_S: Final = 30.0
+MAX_WORD: Final = 1 << 17  # Linux takes no longer argument
 _Report = TypeVar("_Report")
 
 
@@ -239,12 +240,16 @@ class Bubblewrap:
             command = [self._features.wrapper, f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--bounding-set=-all", "--inh-caps=-all", "--"]
         else:
             command = [self._features.wrapper, f"--nproc={limits.pids}", "--"]
+        args, command = arguments(self._features, self._scratch, spec, binds, logs), [*command, *spec.argv]
+        assert not any("\0" in word for word in args), "an argument of bwrap's holds another"
+        if any(len(word.encode()) >= MAX_WORD for word in command):
+            raise TaskSetupFailed(f"the command has a word of more than {MAX_WORD} bytes: use a file")
         return orders.Launch(
             id=id,
             slot=spec.workspace.slot,
             uid=uid,
-            args=arguments(self._features, self._scratch, spec, binds, logs),
-            command=[*command, *spec.argv],
+            args=args,
+            command=command,
             path=own if spec.collect or copies else "",
             copies=copies,
             collect=list(spec.collect),
@@ -272,7 +277,7 @@ class Bubblewrap:
     async def _send(self, order: orders.Order, fd: int | None = None) -> None:
         data = msgspec.msgpack.encode(order)
         if len(data) > orders.MAX_MESSAGE:
-            raise UsageError("sandbox", f"command and environment take {len(data)} bytes", f"at most {orders.MAX_MESSAGE} are possible: use a file")
+            raise TaskSetupFailed(f"command and environment take {len(data)} bytes; at most {orders.MAX_MESSAGE} are possible: use a file")
         for _ in range(int(GRACE_S / 0.01)):
             if self._dead:
                 raise SandboxLost(self._dead)

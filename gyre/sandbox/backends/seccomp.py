@@ -2,7 +2,8 @@
 
 The namespaces and the uid contain a sandbox; this narrows the kernel that is left to attack. It denies, with EPERM: mounts and namespaces, tracing
 others, keys, BPF, perf, io_uring, userfaultfd, modules, clocks, file handles. `clone3` gets ENOSYS, since its flags cannot be looked at: libraries
-then fall back to `clone`, whose namespace flags are denied here. It is not a whitelist: agents run compilers and package managers.
+then fall back to `clone`, whose namespace flags are denied here. Sockets are of the Unix, internet and netlink families: a network namespace does not
+hold all others back (vsock reaches the machine that a virtual machine runs on). It is not a whitelist: agents run compilers and package managers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ DENIED: Final = (  # noqa: SIM905 - a list of words reads better as words
     "iopl ioperm modify_ldt vm86 vm86old lookup_dcookie nfsservctl fanotify_init mbind migrate_pages move_pages set_mempolicy"
 ).split()
 NAMESPACE_FLAGS: Final = (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000, 0x00000080)
+FAMILIES: Final = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C  # typing into the terminal that gyre was started from
 
 
@@ -37,6 +39,11 @@ def program() -> bytes:
         rules.add_rule(deny, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, flag, flag))
     for request in (TIOCSTI, TIOCLINUX):
         rules.add_rule(deny, "ioctl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, 0xFFFFFFFF, request))
+    no_family = pyseccomp.ERRNO(errno.EAFNOSUPPORT)
+    for name in ("socket", "socketpair"):
+        rules.add_rule(no_family, name, pyseccomp.Arg(0, pyseccomp.GT, max(FAMILIES)))
+        for family in set(range(max(FAMILIES))) - set(FAMILIES):
+            rules.add_rule(no_family, name, pyseccomp.Arg(0, pyseccomp.EQ, family))
     rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")
     with tempfile.TemporaryFile() as out:
         rules.export_bpf(out)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -34,7 +34,7 @@ class _StreamOptions(msgspec.Struct):
 
 class _ChatRequest(msgspec.Struct):
     messages: list[dict[str, Any]]
-    model: str = _MODEL
+    model: Annotated[str, msgspec.Meta(max_length=1024)] = _MODEL  # it is echoed in every chunk
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     stream: bool | None = False
@@ -86,7 +86,7 @@ class ChatApp:
     async def _chat(self, body: bytes) -> Response:
         try:
             chat = _requests.decode(body)
-        except msgspec.DecodeError as e:
+        except (msgspec.DecodeError, RecursionError) as e:
             raise _Refusal(400, "invalid_request_error", None, f"not a chat completion request: {e}") from None
         if not chat.messages:
             raise _Refusal(400, "invalid_request_error", None, "messages is empty")
@@ -125,6 +125,8 @@ class ChatApp:
             raise _Refusal(400, "invalid_request_error", "context_length_exceeded", text) from None
         except (UnsupportedContent, TemplateRefused) as e:
             raise _Refusal(400, "invalid_request_error", None, str(e)) from None
+        except RecursionError:
+            raise _Refusal(400, "invalid_request_error", None, "messages or tools are nested too deeply") from None
         except Over as e:
             raise _Refusal(410, "rollout_over", "rollout_over", str(e)) from None
         except (DeadlineExceeded, WorkFailed) as e:

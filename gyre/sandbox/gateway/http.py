@@ -3,7 +3,8 @@
 Invariants
 - The protocol is h11's; here are only the bytes in and out. Connections are kept alive; requests on one are answered one after the other.
 - A client that closes its connection while its request is being handled cancels the handler. That is how a dropped stream is noticed.
-- Heads, bodies and connections are bounded; a request over a bound is answered 413 or 431, a connection over the bound is closed.
+- Heads, bodies, all unanswered bodies of a server together, and connections are bounded; a request over a bound is answered 413 or 431, a connection
+  over the bound is closed. Nothing is kept for a client that is gone, and no client holds the event loop for long.
 
 What is answered is the application's business.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from pathlib import Path
@@ -23,8 +25,12 @@ log = logging.getLogger(__name__)
 
 _READ: Final = 1 << 18
 _HEAD_BYTES: Final = 1 << 16
-_CONNECTIONS: Final = 256
+_HEAD_LINES: Final = 256
+_HEAD_END: Final = re.compile(rb"\n\r?\n")
+CONNECTIONS: Final = 256
 _CLOSE_S: Final = 2.0
+_BODIES: Final = 2  # bodies of a server's open requests, as a multiple of the limit for one
+_TURN: Final = 64  # pieces of a body that are taken at a time: they may be of one byte each
 
 
 class Request(NamedTuple):
@@ -56,6 +62,7 @@ class HttpServer:
     def __init__(self, app: App, body_limit: int) -> None:
         self._app = app
         self._body_limit = body_limit
+        self._room = _Room(_BODIES * body_limit)
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._path: Path | None = None
@@ -80,10 +87,10 @@ class HttpServer:
         self._server = None
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._tasks) >= _CONNECTIONS:
+        if len(self._tasks) >= CONNECTIONS:
             writer.close()
             return
-        task = asyncio.ensure_future(_Connection(self._app, self._body_limit, reader, writer).run())
+        task = asyncio.ensure_future(_Connection(self._app, self._body_limit, self._room, reader, writer).run())
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
@@ -94,26 +101,42 @@ class HttpServer:
             log.error("the gateway failed", exc_info=error)
 
 
+class _Room:
+    """Bytes that the bodies of all open requests may still take."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+
 class _Connection:
-    def __init__(self, app: App, body_limit: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._app, self._body_limit = app, body_limit
+    def __init__(self, app: App, body_limit: int, room: _Room, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._app, self._body_limit, self._room = app, body_limit, room
+        self._taken = 0  # of the room
         self._reader, self._writer = reader, writer
         self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=_HEAD_BYTES)
+        self._is_head = False  # the request's answer has no body
         self._reading: asyncio.Task[bytes] | None = None  # a read that was begun while a handler ran
 
     async def run(self) -> None:
         try:
             while await self._one():
+                self._free()
                 self._h11.start_next_cycle()
         except (_Dropped, ConnectionError):
-            pass
+            self._writer.transport.abort()  # what a client that is gone has not read would be kept for ever
         finally:
+            self._free()
             if self._reading is not None:
                 self._reading.cancel()
             self._writer.close()
 
+    def _free(self) -> None:
+        self._room.left += self._taken
+        self._taken = 0
+
     async def _one(self) -> bool:
         """Answer one request; False when the connection is to be closed."""
+        self._is_head = False
         try:
             request = await self._request()
         except h11.RemoteProtocolError as e:
@@ -144,6 +167,8 @@ class _Connection:
 
     async def _event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         while True:
+            if self._h11.their_state is h11.IDLE:
+                self._check_head()
             event = self._h11.next_event()
             if event is not h11.NEED_DATA:
                 return event
@@ -156,16 +181,32 @@ class _Connection:
                 data = await self._reader.read(_READ)
             self._h11.receive_data(data)
 
+    def _check_head(self) -> None:
+        """Before it is parsed: thousands of headers take long."""
+        data, _ = self._h11.trailing_data
+        end = _HEAD_END.search(data)
+        if data.count(b"\n", 0, end.start() if end else len(data)) > _HEAD_LINES:
+            raise h11.RemoteProtocolError(f"the head has more than {_HEAD_LINES} lines", error_status_hint=431)
+
     async def _request(self) -> Request | None:
         """The next request, or None when the client has closed. Raises `h11.RemoteProtocolError`."""
         head = await self._event()
         if not isinstance(head, h11.Request):
             return None
+        self._is_head = head.method == b"HEAD"
         body = bytearray()
+        pieces = 0
         while isinstance(event := await self._event(), h11.Data):
             body += event.data
+            self._taken += len(event.data)
+            self._room.left -= len(event.data)
             if len(body) > self._body_limit:
                 raise h11.RemoteProtocolError(f"the body exceeds {self._body_limit} bytes", error_status_hint=413)
+            if self._room.left < 0:
+                raise h11.RemoteProtocolError("the bodies of all open requests together are too large", error_status_hint=413)
+            pieces += 1
+            if pieces % _TURN == 0:
+                await asyncio.sleep(0)
         if not isinstance(event, h11.EndOfMessage):
             return None
         target = head.target.decode("latin-1")
@@ -179,7 +220,9 @@ class _Connection:
             headers.append(("Cache-Control", "no-cache"))
         out = self._h11.send(h11.Response(status_code=response.status, headers=headers)) or b""
         if isinstance(response.body, bytes):
-            out += (self._h11.send(h11.Data(data=response.body)) or b"") + (self._h11.send(h11.EndOfMessage()) or b"")
+            if not self._is_head:
+                out += self._h11.send(h11.Data(data=response.body)) or b""
+            out += self._h11.send(h11.EndOfMessage()) or b""
             self._writer.write(out)
         else:
             self._writer.write(out)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
+from gyre.trajectory.match import is_deep
+
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _THINK, _UNTHINK = "<think>", "</think>"
 
@@ -74,11 +76,11 @@ def _tool_call(text: str, at: int) -> tuple[dict[str, str] | None, int]:
     if not text.startswith(_CLOSE, close) or not isinstance(value, dict):
         return None, at
     name, arguments = value.get("name"), value.get("arguments")
-    if not isinstance(name, str) or not name or not name.isprintable() or not isinstance(arguments, dict):
+    if not isinstance(name, str) or not name or not name.isprintable() or not isinstance(arguments, dict) or is_deep(arguments):
         return None, at
-    spelling = json.dumps(arguments, ensure_ascii=False)
     try:
+        spelling = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         spelling.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair: no text that could be sent
+    except ValueError:  # 1e999 is infinite, which JSON cannot say; half of a surrogate pair is no text that could be sent
         return None, at
     return {"name": name, "arguments": spelling}, close + len(_CLOSE)

@@ -58,31 +58,32 @@ class Renderer:
         self.end_text, self.end_id = self._find_end()
         self.opening = self._find_opening()
         self.opens_reasoning = self.opening.rstrip().endswith("<think>")
-        self._tool_keys: OrderedDict[str, bytes] = OrderedDict()
+        self._tool_keys: OrderedDict[bytes, bytes] = OrderedDict()  # by digest: tools may be large
 
     def tools_key(self, tools: Sequence[Any] | None) -> bytes:
         """Digest of what the template makes of these tools: equal keys mean equal prompts, for instance if tools are not shown at all."""
         spelling = canonical(tools or [])
-        key = self._tool_keys.get(spelling)
+        known = _digest(spelling)
+        key = self._tool_keys.get(known)
         if key is None:
             try:
                 text = self.template.render([{"role": "user", "content": _REPLY}], tools or None, reply_follows=False)
             except TemplateRefused:
                 text = spelling
-            key = self._tool_keys[spelling] = _digest(text)
+            key = self._tool_keys[known] = _digest(text)
             if len(self._tool_keys) > _CACHED_TOOLS:
                 self._tool_keys.popitem(last=False)
         return key
 
-    def full(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Rendered:
-        """Render and tokenise all messages. Raises `TemplateRefused`."""
+    def full(self, messages: Sequence[Message], tools: Sequence[Any] | None, context: int) -> Rendered:
+        """Render and tokenise all messages. Raises `TemplateRefused`, and `TooLong` if that cannot be `context` tokens."""
         text = self.template.render(messages, tools or None, reply_follows=True)
-        return Rendered(self.template.encode(text), self._before(text), False)
+        return Rendered(self.template.encode(text, context), self._before(text), False)
 
     def bridge(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, replies: Sequence[Reply], history: array[int], before: Before
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, replies: Sequence[Reply], history: array[int], before: Before, context: int
     ) -> Rendered | None:
-        """Continue a recorded call: None if the template does not allow it. Raises `TemplateRefused`.
+        """Continue a recorded call: None if the template does not allow it. Raises `TemplateRefused`, `TooLong`.
 
         `replies` are the recorded replies among the messages since the conversation was last rendered in full; the last of them is the reply of the
         call to continue. `history` are that call's prompt and completion ids, `before` is what its prompt was rendered to.
@@ -102,7 +103,7 @@ class Renderer:
         if end < 0:
             return None
         ended = len(history) > 0 and history[-1] == self.end_id
-        bridge = self.template.encode(text[end + len(self.end_text) :] if ended else text[end:])
+        bridge = self.template.encode(text[end + len(self.end_text) :] if ended else text[end:], context)
         return Rendered(history + bridge, self._before(text), True)
 
     def _before(self, text: str) -> Before:

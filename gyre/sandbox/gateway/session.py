@@ -4,6 +4,7 @@ Invariants
 - Every accepted request is in the journal from its start to its end; a call that sampled tokens is in the graph, whatever became of its caller.
 - A caller that goes away aborts its call upstream; the tokens had until then are kept as facts, and never trained.
 - `ending` is set when the gateway itself ends the rollout (turn limit, engine lost); from then on every request is refused.
+- What cannot fit the context is refused before it is tokenised: that would hold up the other rollouts of this process.
 - After `close` nothing is in flight and nothing changes any more.
 
 No HTTP here: `chat` translates.
@@ -24,6 +25,7 @@ from gyre.errors import DeadlineExceeded, GyreError, WorkFailed
 from gyre.sandbox.gateway.parse import parse
 from gyre.sandbox.gateway.render import Before, Rendered, Renderer, Reply
 from gyre.sandbox.gateway.route import Completion, ContextFull, Job, Router
+from gyre.sandbox.gateway.template import TooLong
 from gyre.trajectory.graph import Exported, PrefixGraph
 from gyre.trajectory.match import Matcher, Message, chain, fingerprint, normalise
 from gyre.trajectory.select import Origin, classify, select
@@ -112,6 +114,7 @@ class Session:
         Raises `Over`, `ContextFull`, `UnsupportedContent`, `TemplateRefused`, or `WorkFailed` when no engine could serve it.
         """
         self._refuse_if_over()
+        self._refuse_beyond_context(len(messages))  # a message is a token or more
         normal = [normalise(m) for m in messages]
         self._turns += 1
         if self._turns > self.limits.max_turns:
@@ -120,7 +123,11 @@ class Session:
         turn = self._turns
         tools_key = self._renderer.tools_key(tools)
         links = chain(tools_key, normal)
-        rendered, after = self._render(normal, tools, links)
+        try:
+            rendered, after = self._render(normal, tools, links)
+        except TooLong as e:
+            self._refuse_beyond_context(e.n_tokens)
+            raise
         call = _Call(
             call_id=f"c{turn}",
             started_s=time.monotonic() - self._started,
@@ -194,7 +201,7 @@ class Session:
             self._graph.insert(
                 call.call_id, job.prompt, completion.token_ids, completion.logprobs, completion.versions, call.after if call.bridged else None
             )
-        if completion.finish == "abort":
+        if completion.finish == "abort" or job.aborted.done():  # it may have been complete just when its caller went
             self._finish(call, CallStatus.ABORTED, "abort")
             raise Over("the call was aborted")
         self.context_full = False
@@ -215,12 +222,11 @@ class Session:
         """The prompt, and the call that it continues."""
         match = self._matcher.find(links)
         if match is None:
-            return self._renderer.full(messages, tools), None
+            return self._renderer.full(messages, tools, self.limits.context), None
         self._adopted.add(match.call_id)
-        rendered = self._renderer.bridge(
-            messages, tools, self._replies(match.call_id), self._graph.history(match.call_id), self._calls[match.call_id].before
-        )
-        return rendered or self._renderer.full(messages, tools), match.call_id
+        before, context = self._calls[match.call_id].before, self.limits.context
+        rendered = self._renderer.bridge(messages, tools, self._replies(match.call_id), self._graph.history(match.call_id), before, context)
+        return rendered or self._renderer.full(messages, tools, context), match.call_id
 
     def _replies(self, call_id: str) -> list[Reply]:
         """Where a conversation that continues this call has recorded replies, back to the last prompt that was rendered in full."""
@@ -238,6 +244,11 @@ class Session:
     def _end(self, ending: Ending, detail: str) -> None:
         if not self.ending.done():
             self.ending.set_result((ending, detail))
+
+    def _refuse_beyond_context(self, n_prompt: int) -> None:
+        if n_prompt > self.limits.context:
+            self.context_full = True
+            raise ContextFull(n_prompt, self.limits.context)
 
     def _refuse_if_over(self) -> None:
         if self.ending.done():

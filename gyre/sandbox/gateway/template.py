@@ -36,6 +36,14 @@ class TemplateRefused(ValueError):
     """The chat template rejects these messages (it called raise_exception, or needs a key they lack)."""
 
 
+class TooLong(Exception):
+    """A text has more tokens than may be. `n_tokens`: at least so many."""
+
+    def __init__(self, n_tokens: int) -> None:
+        super().__init__(f"at least {n_tokens} tokens")
+        self.n_tokens = n_tokens
+
+
 class _Generation(Extension):
     """`{% generation %}` marks assistant tokens for other tools; for us its body is just text."""
 
@@ -80,6 +88,7 @@ class ChatTemplate:
         self._template = compile_template(source)
         self._variables = dict(variables)
         self._ids: OrderedDict[str, array[int]] = OrderedDict()
+        self._longest = max(map(len, tokenizer.get_vocab()), default=1)
 
     @classmethod
     def load(cls, directory: Path) -> ChatTemplate:
@@ -108,8 +117,13 @@ class ChatTemplate:
         except (jinja2.exceptions.TemplateError, TypeError, KeyError, AttributeError, ValueError, IndexError) as e:
             raise TemplateRefused(f"the model's chat template rejects these messages: {e}") from None
 
-    def encode(self, text: str) -> array[int]:
-        """Ids of a text, special tokens recognised. The result is shared: do not change it."""
+    def encode(self, text: str, at_most: int) -> array[int]:
+        """Ids of a text, special tokens recognised. The result is shared: do not change it.
+
+        Raises `TooLong`, at once, if that must be more than `at_most`: no token spells more than the longest of the vocabulary.
+        """
+        if (least := len(text) // self._longest) > at_most:
+            raise TooLong(least)
         if len(text) > _CACHED_CHARS:
             return array("i", self.tokenizer.encode(text, add_special_tokens=False).ids)
         ids = self._ids.get(text)

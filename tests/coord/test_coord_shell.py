@@ -1,0 +1,101 @@
+"""The coordinator with processes that are none of gyre: what it does when they do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gyre import config as configuration
+from gyre.cli import Setup
+from gyre.coord.launch import Plan, start
+from gyre.coord.machine import End
+from gyre.coord.shell import Coordinator
+from gyre.errors import UsageError
+from gyre.net.endpoints import endpoint
+from gyre.net.sockets import Server
+from gyre.wire.messages import ToCoord
+
+# Says that it is there and what it hears, but for the first Stop, as if that had been lost; ends at the second.
+WORKER = """
+import asyncio, sys
+from pathlib import Path
+from gyre.net.worker import Worker
+from gyre.wire.messages import Stop
+
+class Deaf(Worker):
+    lost = 0
+    def _on_push(self, message, arrays):
+        if isinstance(message, Stop) and not self.lost:
+            self.lost = 1
+        else:
+            super()._on_push(message, arrays)
+
+async def main():
+    async with Deaf(sys.argv[1], kind="sandbox", name="box", run_id=sys.argv[2]) as worker:
+        await worker.stop.wait()
+        return worker.exit_code
+
+sys.exit(asyncio.run(main()))
+"""
+
+
+def setup_of(run_dir: Path, *sets: str) -> Setup:
+    run_dir.mkdir()
+    resolved = configuration.load(None, sets)
+    return Setup(
+        run_dir=run_dir, config=resolved.config, resolved=resolved, buffer="", train="", rollouts=[], coord=None, bind=None, name=""
+    )  # fmt: skip
+
+
+def plan(name: str, kind: str, code: str, *arguments: str, address: str = "") -> Plan:
+    return Plan(name, kind, [sys.executable, "-c", code, *arguments], {}, address)
+
+
+def see_through(setup: Setup, *plans: Plan) -> End:
+    coordinator = Coordinator(setup, list(plans), endpoint(setup.run_dir, "coord"))
+    end: Any = asyncio.run(asyncio.wait_for(coordinator.run(), 25.0))
+    assert all(child.poll() is not None for child in coordinator.children.values())
+    return end
+
+
+def test_a_buffer_that_never_answers_ends_the_run_in_order(tmp_path: Path) -> None:
+    setup = setup_of(tmp_path / "run", "run.start_timeout_s=1.0")
+    buffer = plan("buffer", "buffer", "import time; time.sleep(60)", address=endpoint(setup.run_dir, "buffer"))
+    end = see_through(setup, buffer)
+    assert (end.code, end.culprit) == (1, "buffer") and "gave up after" in end.reason
+
+
+def test_a_lost_stop_is_said_again(tmp_path: Path) -> None:
+    """The sandbox goes first and does not hear it; were it not said again, it would be terminated half a minute later."""
+    setup = setup_of(tmp_path / "run")
+    box = plan("box", "sandbox", WORKER, endpoint(setup.run_dir, "coord"), setup.run_id)
+    failing = plan("core", "train", "import time; time.sleep(3); raise SystemExit(1)")
+    buffer = plan("buffer", "buffer", "import time; time.sleep(60)", address=endpoint(setup.run_dir, "buffer"))
+
+    assert see_through(setup, buffer, failing, box) == End(1, "core ended with exit code 1", "core")
+
+
+def test_a_python_that_is_not_there_is_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--cells: box: /no/python cannot be run \(No such file or directory\); mend python="):
+        start(Plan("box", "sandbox", ["/no/python"], {}, ""), tmp_path / "logs")
+
+
+def test_a_run_that_another_coordinator_has_keeps_its_configuration(tmp_path: Path) -> None:
+    setup = setup_of(tmp_path / "run", "train.steps=7")
+    (setup.run_dir / "run.toml").write_text("[train]\nsteps = 3\n")
+
+    async def run() -> None:
+        bind = endpoint(setup.run_dir, "coord")
+        other = Server.bind(bind, ToCoord, kind="coord", name="coord", run_id=setup.run_id)
+        try:
+            with pytest.raises(UsageError, match="is in use"):
+                await Coordinator(setup, [], bind).run()
+        finally:
+            other.close()
+
+    asyncio.run(run())
+    assert (setup.run_dir / "run.toml").read_text() == "[train]\nsteps = 3\n"
