@@ -55,7 +55,6 @@ from gyre.types import ENDINGS, Ending, Purpose, Sampling, Ticket
 from gyre.wire.arrays import Array, f32, i32
 from gyre.wire.messages import RolloutEnded
 
-
 FORWARD: Final = "/run/gyre/forward.py"
 _TCP: Final = "http://127.0.0.1:8080/v1"
 _BODY_BYTES: Final = 64 << 20
