@@ -94,7 +94,7 @@ class Coordinator:
                         task.result()  # a bug there must not go unseen
                 for name, child in self.children.items():
                     if child.poll() is not None and self.machine.processes[name].phase is not m.Phase.GONE:
-                        self.view.worker(name, self.plans[name].kind, "gone", f"exit {child.returncode}", {})
+                        self.view.worker(name, self.plans[name].kind, "ended", f"exit code {child.returncode}", {})
                         self._feed(m.Exited(name, child.returncode))
                 self._feed(m.Tick())
                 if live and time.monotonic() >= drawn + _DRAW_S:

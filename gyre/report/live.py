@@ -30,7 +30,7 @@ _COLOURS: Final = {
     "consumed": "green",
     "discarded": "red",
 }
-_PHASES: Final = {"starting": "yellow", "ready": "green", "working": "green", "draining": "yellow", "failed": "red", "gone": "grey50"}
+_PHASES: Final = {"starting": "yellow", "ready": "green", "working": "green", "draining": "yellow", "failed": "red", "ended": "grey50"}
 _SHOWN: Final = (
     "stall",
     "reissued",
