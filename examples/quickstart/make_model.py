@@ -156,7 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the quick start's tiny, careless model.")
     parser.add_argument("--out", type=Path, required=True, help="folder of the model, made if missing")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices (default 0)")
-    parser.add_argument("--steps", type=int, default=1800, help="imitation steps at most (default 1800)")
+    parser.add_argument("--steps", type=int, default=1600, help="imitation steps at most (default 1600)")
     parser.add_argument("--seconds", type=float, default=600.0, help="seconds of imitation at most (default 600)")
     parser.add_argument("--demonstrations", type=int, default=DEMONSTRATIONS, help="how many (default 4000)")
     parser.add_argument("--threads", type=int, default=2, help="threads of the arithmetic (default 2)")
