@@ -6,6 +6,7 @@ A command's file parses its own options on top of `common`, and imports the heav
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib.metadata
 import json
 import logging
@@ -22,7 +23,7 @@ import msgspec
 
 from gyre import config as configuration
 from gyre.config import Config
-from gyre.errors import EXIT_BUG, EXIT_OK, EXIT_USAGE, GyreError, UsageError
+from gyre.errors import EXIT_BUG, EXIT_FAILED, EXIT_OK, EXIT_USAGE, GyreError, UsageError
 
 if TYPE_CHECKING:
     from gyre.net.worker import Worker
@@ -112,7 +113,11 @@ def setup(options: dict[str, Any], flags: dict[str, Any] | None = None) -> Setup
     from gyre.net.endpoints import endpoint
 
     start_logging(options["log_level"], options["json_logs"])
-    run_dir: Path = options["run_dir"].expanduser().resolve()
+    try:
+        run_dir: Path = options["run_dir"].expanduser().resolve()
+        (run_dir / "run.toml").exists()
+    except (OSError, RuntimeError, ValueError) as e:
+        raise UsageError("--run", f"{str(options['run_dir'])!r} is no path ({e})", "give a directory that can be made") from None
     file: Path | None = options["config_file"]
     if file is None and (run_dir / "run.toml").is_file():
         file = run_dir / "run.toml"
@@ -187,7 +192,15 @@ def guarded(body: Callable[[], int | None]) -> NoReturn:
         code = 130
     except (click.ClickException, click.exceptions.Exit):
         raise
-    except Exception:
+    except OSError as e:  # the machine's fault or a path's, and it says which; one without a file name is ours
+        if e.filename is None and e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            traceback.print_exc()
+        click.echo(f"error: {e.filename or 'disk'}: {e.strerror}; mend it, or name another", err=True)
+        code = EXIT_USAGE if e.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.ENOTDIR) else EXIT_FAILED
+    except Exception as e:
+        if type(e).__module__ == "sqlite3":
+            click.echo(f"error: ledger.db: {e}; it is damaged, restore it from a copy", err=True)
+            sys.exit(EXIT_FAILED)
         traceback.print_exc()
         click.echo("this is a bug in gyre", err=True)
         code = EXIT_BUG

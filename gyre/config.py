@@ -213,7 +213,10 @@ def _checked(where: str, key: Key, value: Any, base: Path) -> Any:
     except msgspec.ValidationError as e:
         raise UsageError(where, str(e).lower().removesuffix("."), f"give {key.type_text}", key.dotted) from None
     if key.is_path and value:
-        value = str((base / Path(value).expanduser()).resolve())
+        try:
+            value = str((base / Path(value).expanduser()).resolve())
+        except (OSError, RuntimeError, ValueError) as e:
+            raise UsageError(where, f"{value!r} is no path ({e})", "give a path", key.dotted) from None
     return value
 
 

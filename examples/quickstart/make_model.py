@@ -1,6 +1,6 @@
 """Make the quick start's model: a tiny Qwen3 that imitates a careless coding agent.
 
-    python make_model.py --out DIR [--seed 0] [--steps 1800] [--seconds 600] [--threads 2]
+    python make_model.py --out DIR [--seed 0] [--steps 1600] [--threads 2]
 
 Writes a Hugging Face directory (weights, configuration, tokenizer with chat template). The model starts from
 nothing but two helps, without which a minute or two of imitation on two cores teaches nothing:
@@ -18,11 +18,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: threads that spin take a busy machine ten times as long
 
 import torch
 import torch.nn.functional as F
@@ -111,8 +114,8 @@ def pad(rows: list[list[int]], value: int) -> torch.Tensor:
     return torch.tensor([row + [value] * (width - len(row)) for row in rows])
 
 
-def imitate(model: Any, examples: list[Example], pad_id: int, *, steps: int, seconds: float, seed: int) -> int:
-    """Cross-entropy on the demonstrator's tokens until `steps` or `seconds` are up; returns the steps."""
+def imitate(model: Any, examples: list[Example], pad_id: int, *, steps: int, seed: int) -> None:
+    """Cross-entropy on the demonstrator's tokens for `steps` batches."""
     flat = [p for p in model.parameters() if p.ndim < 2]
     wide = [p for p in model.parameters() if p.ndim >= 2]
     groups = [{"params": wide, "weight_decay": 0.01}, {"params": flat, "weight_decay": 0.0}]
@@ -120,9 +123,9 @@ def imitate(model: Any, examples: list[Example], pad_id: int, *, steps: int, sec
     model.train()
     start = time.monotonic()
     for step, batch in enumerate(batches(examples, random.Random(f"{seed}/batches"))):
-        done = max((time.monotonic() - start) / seconds, step / steps)
-        if done >= 1:
-            return step
+        if step == steps:
+            return
+        done = step / steps
         rate = min(1.0, (step + 1) / WARM_UP_STEPS) * max(0.1, min(1.0, (1 - done) / DECAY_SHARE))
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * rate
@@ -157,7 +160,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the model, made if missing")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices (default 0)")
     parser.add_argument("--steps", type=int, default=1600, help="imitation steps at most (default 1600)")
-    parser.add_argument("--seconds", type=float, default=600.0, help="seconds of imitation at most (default 600)")
     parser.add_argument("--demonstrations", type=int, default=DEMONSTRATIONS, help="how many (default 4000)")
     parser.add_argument("--threads", type=int, default=2, help="threads of the arithmetic (default 2)")
     options = parser.parse_args()
@@ -170,14 +172,14 @@ def main() -> None:
     examples = [encode(tokenizer, segments) for segments in shown]
     model = new_model(tokenizer.get_vocab_size(), eos, pad_id, options.seed)
     print(f"{len(shown)} demonstrations in {shown_s:.0f} s, {tokenizer.get_vocab_size()} tokens", flush=True)
-    steps = imitate(model, examples, pad_id, steps=options.steps, seconds=options.seconds, seed=options.seed)
+    imitate(model, examples, pad_id, steps=options.steps, seed=options.seed)
     options.out.mkdir(parents=True, exist_ok=True)
     settings = {"eos_token_id": eos, "pad_token_id": pad_id, "do_sample": True}
     model.generation_config = GenerationConfig(**settings)  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.save_pretrained(options.out)
     save_tokenizer(tokenizer, options.out, CONTEXT)
-    summary = {"model": str(options.out), "parameters": model.num_parameters(), "steps": steps}
+    summary = {"model": str(options.out), "parameters": model.num_parameters(), "steps": options.steps}
     print(json.dumps({**summary, "seconds": round(time.monotonic() - start, 1)}))
 
 

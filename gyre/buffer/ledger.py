@@ -9,6 +9,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import sqlite3
@@ -168,8 +169,9 @@ class Ledger:
     def close(self) -> None:
         self._writer.close()
         self._reader.close()
-        self._events.sync()
-        self._db.execute("DELETE FROM outbox WHERE seq <= ?", (self._events.last_seq,))
+        with contextlib.suppress(OSError, sqlite3.Error):  # a full disk: nothing is lost, the next start looks at those lines again
+            self._events.sync()
+            self._db.execute("DELETE FROM outbox WHERE seq <= ?", (self._events.last_seq,))
         self._db.close()
         self._events.close()
         os.close(self._lock)

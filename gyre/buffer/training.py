@@ -112,6 +112,9 @@ def on_claim(s: State, now: Now, e: Received, m: ClaimMicroStep) -> None:
         return
     for cell, incarnation in [c for c in s.claims if c[0] == m.cell and c[1] != m.incarnation]:
         void(s, cell, incarnation, "the cell came back as another incarnation", m.id)
+    if (known := s.replies.get(m.id)) is not None:
+        s.reply(e.to, known)
+        return
     for micro in s.micro_steps.values():
         if micro.claim_id == m.id:
             deliver(s, e.to, micro, m.id)
@@ -139,8 +142,15 @@ def answer_claim(s: State, now: Now, poll: Poll, m: ClaimMicroStep) -> bool:
         s.progress_at = now.mono
         deliver(s, poll.to, micro, m.id)
         return True
+    # A cell asks for more than there is only when it holds nothing: what it has claimed was in an answer that it never saw.
+    lost = next((x for x in s.micro_steps.values() if x.state is MicroStepState.CLAIMED and (x.cell, x.incarnation) == (m.cell, m.incarnation)), None)
+    if step.closed and lost is not None:
+        deliver(s, poll.to, lost, m.id)
+        return True
     if step.closed or now.mono >= poll.deadline:
-        s.reply(poll.to, NothingToClaim(id="", cause=m.id, drained=step.closed, waiting_for="" if step.closed else waiting_for(s)))
+        answer = NothingToClaim(id="", cause=m.id, drained=step.closed, waiting_for="" if step.closed else waiting_for(s))
+        s.remember(m.id, answer)  # a repetition that arrives after this answer must not become a claim that nobody waits for
+        s.reply(poll.to, answer)
         return True
     return False
 

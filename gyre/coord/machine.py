@@ -2,8 +2,8 @@
 
 Invariants
 - Stages start and stop as wholes: buffer, then trainers, engines and sandboxes; they stop in the order of `STOP_ORDER`, the buffer last.
-- A process that ends before it was told to fails the run, unless its work is done: a sandbox, a trainer or the buffer that ends with 0; the
-  buffer's end is the run's.
+- A process that ends before it was told to fails the run, unless its work is done: the buffer that ends with 0 (its end is the run's), a sandbox or
+  a trainer that does so when every step is committed.
 - Every wait has a deadline: a process told to stop is terminated after `STOP_S` and killed after `KILL_S` more; no hello in time fails the run.
 """
 
@@ -18,6 +18,7 @@ from gyre.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 
 STOP_S: Final = 30.0
 KILL_S: Final = 5.0
+EARLY_S: Final = 10.0  # the buffer's word that all steps are done may come this much after a trainer's end
 STOP_ORDER: Final = ("sandbox", "train", "rollout", "buffer")
 
 
@@ -52,6 +53,10 @@ class RunFinished(msgspec.Struct, frozen=True):
     """The buffer says that nothing is left to do."""
 
 
+class StepsDone(msgspec.Struct, frozen=True):
+    """The buffer has every step committed: trainers may end."""
+
+
 class RunFailed(msgspec.Struct, frozen=True):
     reason: str
 
@@ -64,7 +69,7 @@ class Tick(msgspec.Struct, frozen=True):
     pass
 
 
-Event = HelloSeen | Exited | RunFinished | RunFailed | StopAsked | Tick
+Event = HelloSeen | Exited | StepsDone | RunFinished | RunFailed | StopAsked | Tick
 
 
 # effects
@@ -98,6 +103,7 @@ class Machine:
     def __init__(self, processes: list[Process], *, now: float, start_timeout_s: float) -> None:
         self.processes = {p.name: p for p in processes}
         self.ending: End | None = None
+        self._steps_done = False
         self._start_timeout_s = start_timeout_s
         for p in processes:
             p.since = now
@@ -109,7 +115,9 @@ class Machine:
                 if p.phase is Phase.STARTING:
                     p.phase, p.since = Phase.UP, now
             case Exited(name, code):
-                self._exited(self.processes[name], code)
+                self._exited(now, self.processes[name], code)
+            case StepsDone():
+                self._steps_done = True
             case RunFinished():
                 self._end(EXIT_OK, "the run is finished")
             case RunFailed(reason):
@@ -120,12 +128,15 @@ class Machine:
                 for p in self.processes.values():
                     if p.phase is Phase.STARTING and now - p.since > self._start_timeout_s:
                         self._end(EXIT_FAILED, f"gave up after {self._start_timeout_s:.0f} s waiting for the hello of {p.name}", p.name)
+                    early = p.phase is Phase.GONE and p.kind in ("train", "sandbox") and not self._steps_done
+                    if early and now - p.since > EARLY_S:
+                        self._end(EXIT_FAILED, f"{p.name} ended before the run's last step", p.name)
             case _:
                 assert_never(event)
         return self._press(now)
 
-    def _exited(self, p: Process, code: int) -> None:
-        was, p.phase = p.phase, Phase.GONE
+    def _exited(self, now: float, p: Process, code: int) -> None:
+        was, p.phase, p.since = p.phase, Phase.GONE, now
         done = code == 0 and p.kind != "rollout"
         if done and p.kind == "buffer":
             self._end(EXIT_OK, "the run is finished")

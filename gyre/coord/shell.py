@@ -128,6 +128,8 @@ class Coordinator:
     def _on_buffer(self, message: Message, arrays: Arrays) -> None:
         if isinstance(message, Counters):
             self.view.counters = message
+            if message.total_steps and message.step >= message.total_steps:
+                self._feed(m.StepsDone())
             if message.failure:
                 self._feed(m.RunFailed(message.failure))
             elif message.finished and self._trainers_gone():

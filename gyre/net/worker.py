@@ -39,7 +39,7 @@ class Worker:
         self._status: tuple[str, str, dict[str, float]] = ("starting", "", {})
         self._beat: asyncio.Task[None] | None = None
         self._grace_s = grace_s
-        self._heard = 0.0
+        self._silent_s = 0.0  # since the coordinator was heard; time in which this process itself stood still does not count
 
     def status(self, phase: str, detail: str = "", **gauges: float) -> None:
         """What this process does now, for the live view; sent with the next heartbeat, or at once when the phase changes."""
@@ -68,7 +68,6 @@ class Worker:
                 run_id=self._run_id,
                 on_push=self._on_push,
             )
-            self._heard = loop.time()
             self._beat = asyncio.create_task(self._heartbeat())
         return self
 
@@ -89,17 +88,19 @@ class Worker:
         self.stop.set()
 
     def _on_push(self, message: Message, arrays: Arrays) -> None:
-        self._heard = asyncio.get_running_loop().time()
+        self._silent_s = 0.0
         if isinstance(message, Stop):
             if not self.stop.is_set():
                 log.info("stop: %s", message.reason)
             self.stop.set()
 
     async def _heartbeat(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             self._send()
-            silent_s = asyncio.get_running_loop().time() - self._heard
-            if silent_s > self._grace_s and not self.stop.is_set():
-                log.warning("no coordinator for %.0f s: ending", silent_s)
-                self.stop.set()
+            began = loop.time()
             await asyncio.sleep(_HEARTBEAT_S)
+            self._silent_s += min(loop.time() - began, 2 * _HEARTBEAT_S)
+            if self._silent_s > self._grace_s and not self.stop.is_set():
+                log.warning("no coordinator for %.0f s: ending", self._silent_s)
+                self.stop.set()

@@ -41,7 +41,6 @@ _SHOWN: Final = (
     "checkpoint",
     "logprob_alarm",
     "step_without_update",
-    "finished",
 )
 _STEP: Final = (
     ("reward_mean", "reward"),
@@ -86,6 +85,8 @@ class RunView:
             if fields.get("reward_mean") is not None:
                 self.evals.append((fields["version"], fields["reward_mean"]))
             line = f"eval: held-out at version {fields.get('version')}: reward {_short(fields.get('reward_mean'))} over {fields.get('graded')} tasks"
+        elif kind == "finished":
+            line = "finished: " + ", ".join(f"{n} {state}" for state, n in fields.get("counts", {}).items() if n)
         elif kind in _SHOWN:
             line = f"{kind}: " + ", ".join(f"{k} {_short(v)}" for k, v in fields.items() if v not in (None, "", [], {}))
         if line is not None and kind != "step":

@@ -237,7 +237,7 @@ class Executor:
             raise _Stop(Ending.SANDBOX_LOST, str(e)) from None
         except InfraSetupFailed as e:
             raise _Stop(Ending.INFRA_SETUP_FAILED, str(e)) from None
-        except TaskSetupFailed as e:
+        except (UsageError, TaskSetupFailed) as e:
             raise _Stop(Ending.TASK_SETUP_FAILED, str(e)) from None
         finally:
             seconds["grade"] = time.monotonic() - started

@@ -77,12 +77,20 @@ def tighter_s(ours: float, theirs: float | None) -> float:
 
 
 def script_argv(file: Path, place: str) -> list[str]:
-    """How to run a script that is seen at `place`: itself if it is executable, else through its #! line, else by sh."""
-    if os.access(file, os.X_OK):
-        return [place]
-    with file.open("rb") as f:
-        first = f.readline(256).decode(errors="replace")
-    return [*(shlex.split(first[2:]) if first.startswith("#!") else ["/bin/sh"]), place]
+    """How to run a script that is seen at `place`: itself if it is executable, else through its #! line, else by sh. Raises `UsageError`."""
+    try:
+        if os.access(file, os.X_OK):
+            return [place]
+        with file.open("rb") as f:
+            first = f.readline(256).decode(errors="replace")
+        words = shlex.split(first[2:]) if first.startswith("#!") else ["/bin/sh"]
+    except OSError as e:
+        raise UsageError(str(file), f"cannot be read ({e.strerror})", "a task needs it as long as the run lasts") from None
+    except ValueError as e:
+        raise UsageError(str(file), f"its first line cannot be understood ({e})", "mend the #! line, or make the file executable") from None
+    if not words or any("\0" in w for w in words):
+        raise UsageError(str(file), "its first line names no program", "mend the #! line, or make the file executable")
+    return [*words, place]
 
 
 _SECTIONS: Final[dict[str, dict[str, type]]] = {

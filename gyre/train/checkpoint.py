@@ -133,12 +133,18 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> None:
 
 
 def last_good(directory: Path) -> Checkpoint | None:
-    """The newest whole checkpoint; newer ones that are torn or damaged are skipped, with a message that says why."""
-    for _, path in sorted(_found(directory), reverse=True):
+    """The newest whole checkpoint; newer ones that are torn or damaged are skipped, with a message that says why.
+
+    Raises `WorkFailed` when there are checkpoints and none is whole: to begin again at step 0 is the operator's decision.
+    """
+    found = sorted(_found(directory), reverse=True)
+    for _, path in found:
         try:
             return verify(path)
         except ValueError as e:
             log.warning("checkpoint %s skipped: %s", path, e)
+    if found:
+        raise WorkFailed(f"no checkpoint in {directory} is whole; mend one, or move them away to begin again at step 0")
     return None
 
 

@@ -124,13 +124,15 @@ class Loop:
 
     async def _gather(self, step: int) -> Manifest:
         """Accumulate a step's micro-steps until it is sealed. An accumulator that the buffer gave up is emptied and begun again."""
+        in_vain = 0
         while True:
             self._learner.zero()
             held: list[str] = []
             try:
                 return await self._fill(step, held)
             except Voided as e:
-                if not held:
+                in_vain = 0 if held else in_vain + 1
+                if in_vain > 1:  # a fresh incarnation is refused too: it is not about this one's gradients
                     raise WorkFailed(f"this core was replaced at step {step}: {e}") from None
                 log.warning("step %d: %d micro-steps are computed again: %s", step, len(held), e)
                 self._ledger.rejoin()

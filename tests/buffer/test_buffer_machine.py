@@ -372,7 +372,10 @@ def test_packing_waits_for_a_full_micro_step_or_the_end_of_the_step(world):
     assert (got.micro_step_id, [t.rollout_id for t in got.trajectories]) == ("s1.t1.m0", ["g000000.0", "g000001.0"])
     assert wd.machine.counters().states["claimed"] == 2
     wd.end(c, sizes=((25, 4),))
-    assert [t.n_tokens for t in wd.claim(1).trajectories] == [25]
+    last = wd.claim(1)
+    assert [t.n_tokens for t in last.trajectories] == [25]
+    for micro in (got, last):
+        wd.accumulate(micro.micro_step_id, 1)
     assert wd.claim(1).drained
 
 
@@ -611,3 +614,21 @@ def test_random_histories_finish_add_up_and_consume_nothing_twice(run_simulation
     assert wd.machine.finished, wd.machine.failure
     states = wd.machine.counters().states
     assert states["consumed"] + states["discarded"] + states["ready"] == wd.machine.counters().admitted
+
+
+def test_a_claim_whose_answer_was_lost_is_given_again(world):
+    """A repeated message that arrives after its poll was answered must not walk away with the micro-step."""
+    wd = start(world, system__groups_per_step=1, system__rollouts_per_group=2)
+    a = w.ClaimMicroStep(id="A", term=1, step=1, cell="core", incarnation="i", wait_s=2.0)
+    assert wd.send(a) == []
+    assert [type(m) for _, m in wd.tick(2.1)] == [w.NothingToClaim]
+    (known,) = wd.send(a)  # repeated: its first answer was on its way
+    assert isinstance(known[1], w.NothingToClaim)
+    wd.finish_all()
+    first = wd.one(msgspec.structs.replace(a, id="B"))
+    assert isinstance(first, w.MicroStepClaimed) and first.cause == "B"
+    again = wd.one(msgspec.structs.replace(a, id="C"))  # B's answer was lost
+    assert isinstance(again, w.MicroStepClaimed) and (again.cause, again.micro_step_id) == ("C", first.micro_step_id)
+    done = w.Accumulated(id="d", term=1, step=1, micro_step_id=first.micro_step_id, cell="core", incarnation="i")
+    assert isinstance(wd.one(done), w.Ack)
+    assert wd.one(msgspec.structs.replace(a, id="E")).drained

@@ -13,6 +13,7 @@ from gyre.coord.machine import (
     Process,
     RunFailed,
     RunFinished,
+    StepsDone,
     StopAsked,
     TellStop,
     Terminate,
@@ -37,6 +38,18 @@ def test_a_run_that_finishes() -> None:
     assert m.handle(5.0, RunFinished()) == []
     assert m.handle(6.0, Exited("cell", 0)) == [TellStop("buffer", "the run is finished")]
     assert m.handle(7.0, Exited("buffer", 0)) == [End(0, "the run is finished", None)]
+
+
+def test_a_trainer_that_leaves_early_fails_the_run() -> None:
+    m = up()
+    assert m.handle(2.0, Exited("core", 0)) == []
+    assert m.handle(12.0, Tick()) == []
+    m.handle(12.1, Tick())
+    assert m.ending == End(1, "core ended before the run's last step", "core")
+    m = up()
+    m.handle(2.0, Exited("core", 0))
+    m.handle(5.0, StepsDone())
+    assert m.handle(20.0, Tick()) == [] and m.ending is None
 
 
 def test_the_buffers_end_is_the_runs() -> None:

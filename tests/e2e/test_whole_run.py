@@ -24,7 +24,7 @@ def test_coordinated(run: Run) -> None:
     done = run.coord()
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{run.dir}\n"
-    assert "step 4: reward 0.5" in done.stderr and "finished: step 4" in done.stderr
+    assert "step 4: reward 0.5" in done.stderr and "finished: 32 consumed" in done.stderr
     assert run.left_behind() == []
     for name in ("run.toml", "ledger.db", "payload", "events.jsonl", "checkpoints/step-4", "tensorboard", "logs/core.log"):
         assert (run.dir / name).exists(), name

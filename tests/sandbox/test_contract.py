@@ -50,6 +50,15 @@ def test_workspace_outlives_sandboxes_and_is_nobody_elses(box):
     box(story)
 
 
+def test_a_workspace_made_impassable_is_passable_for_the_next_sandbox(box):
+    async def story(b):
+        workspace = await b.backend.workspace(None, 16)
+        assert (await b.run(workspace, "echo kept > file; chmod 000 .")).status == 0
+        assert (await b.run(workspace, "cat file")).output == b"kept\n"
+
+    box(story)
+
+
 def test_workspace_starts_with_a_copy(box, tmp_path):
     source = tmp_path / "source"
     (source / "sub").mkdir(parents=True)

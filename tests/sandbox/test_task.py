@@ -4,7 +4,7 @@ import pytest
 
 from gyre.errors import UsageError
 from gyre.sandbox.backends.base import Limits
-from gyre.sandbox.task import find_tasks, load_task, tighter_s
+from gyre.sandbox.task import find_tasks, load_task, script_argv, tighter_s
 
 TOML = """
 version = "1.0"
@@ -106,3 +106,28 @@ def test_finding_tasks(make_task, tmp_path):
     for nothing in (tmp_path / "other", tmp_path / "none"):
         with pytest.raises(UsageError, match="give a Harbor task directory"):
             find_tasks(nothing)
+
+
+@pytest.mark.parametrize(
+    ("first", "argv"),
+    [
+        ("#!/usr/bin/env -S python3 -I\n", ["/usr/bin/env", "-S", "python3", "-I", "/t"]),
+        ("echo\n", ["/bin/sh", "/t"]),
+        ('#!/bin/sh "x\n', None),
+        ("#!\n", None),
+        ("#!/bin/\0\n", None),
+    ],
+)
+def test_how_a_script_is_run(tmp_path, first, argv):
+    file = tmp_path / "test.sh"
+    file.write_text(first)
+    if argv is None:
+        with pytest.raises(UsageError, match="mend the #! line"):
+            script_argv(file, "/t")
+        return
+    assert script_argv(file, "/t") == argv
+    file.chmod(0o755)
+    assert script_argv(file, "/t") == ["/t"]
+    file.unlink()
+    with pytest.raises(UsageError, match="cannot be read"):
+        script_argv(file, "/t")

@@ -105,6 +105,14 @@ def test_torn_checkpoint_is_skipped(tiny_model: Path, tmp_path: Path, caplog: py
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-3"]
 
 
+def test_no_whole_checkpoint_is_no_reason_to_begin_again(tiny_model: Path, tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, load(tiny_model), term=1, step=5, lr=0.1, keep=2)
+    (path / "optimizer.safetensors").unlink()
+    with pytest.raises(WorkFailed, match=r"no checkpoint in .* is whole; mend one, or move them away"):
+        checkpoint.last_good(tmp_path)
+    assert path.exists()
+
+
 def test_unfinished_one_does_not_count(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / ".step-4.tmp").mkdir(parents=True)
     assert checkpoint.last_good(tmp_path) is None

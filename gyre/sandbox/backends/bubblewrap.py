@@ -250,6 +250,7 @@ class Bubblewrap:
             uid=uid,
             args=args,
             command=command,
+            work=f"{spec.workspace.path}/work",
             path=own if spec.collect or copies else "",
             copies=copies,
             collect=list(spec.collect),

@@ -53,6 +53,7 @@ class Launch(msgspec.Struct, tag=True):
     uid: int
     args: list[str]  # bwrap's, without the command
     command: list[str]
+    work: str  # the workspace's directory; made passable again, whatever the last sandbox did to it
     path: str  # mount point of the run's own tmpfs, "" for none
     copies: list[tuple[str, str]]
     collect: list[str]

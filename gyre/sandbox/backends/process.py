@@ -111,6 +111,7 @@ class Process:
         timed_out, status = False, 137
         process = None
         try:
+            os.chmod(spec.workspace.place, 0o755)  # noqa: PTH101 (whatever the last sandbox did to it)
             process = await asyncio.create_subprocess_exec(
                 *argv, stdin=asyncio.subprocess.DEVNULL, stdout=into, stderr=into, cwd=spec.workspace.place, env=env, start_new_session=True
             )

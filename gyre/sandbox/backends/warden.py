@@ -206,6 +206,7 @@ class Inner:
             resource.setrlimit(resource.RLIMIT_NPROC, (order.pids, order.pids))
         if not self.cgroups.has("memory"):
             resource.setrlimit(resource.RLIMIT_AS, (order.memory_mb << 20, order.memory_mb << 20))
+        Path(order.work).chmod(0o755)
         if order.path:
             mount_tmpfs(order.path, RUN_MB)
             logs = Path(order.path, "logs")
