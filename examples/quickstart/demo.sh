@@ -1,5 +1,5 @@
 #!/bin/sh
-# The quick start from nothing to a trained model: tasks, a warm start, 95 steps of reinforcement learning, the report.
+# The quick start from nothing to a trained model: tasks, a warm start, 80 steps of reinforcement learning, the report.
 # Run by `make demo`, with gyre's commands on PATH. SEED=N for another seed, RUN=DIR for another run directory, UNSAFE=1 without bubblewrap.
 set -eu
 cd "$(dirname "$0")/../.."
