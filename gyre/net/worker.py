@@ -14,12 +14,14 @@ import logging
 import os
 import signal
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import Final
 
 from gyre.net.sockets import Client, mint
+from gyre.types import Version
 from gyre.wire.codec import Arrays
-from gyre.wire.messages import FromCoord, Message, Stop, WorkerStatus
+from gyre.wire.messages import FromCoord, Message, SetRole, Stop, WorkerStatus
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,10 @@ class Worker:
         self.incarnation = os.urandom(6).hex()
         self.stop: asyncio.Event
         self.exit_code = 0
+        self.on_role: Callable[[SetRole], None] = lambda order: None
+        self.order: SetRole | None = None  # the newest role command
+        self.cell = self.address = self.role = ""
+        self.version: Version | None = None
         self._coord, self._run_id = coord, run_id
         self._client: Client | None = None
         self._status: tuple[str, str, dict[str, float]] = ("starting", "", {})
@@ -51,7 +57,18 @@ class Worker:
     def _send(self) -> None:
         if self._client is not None:
             phase, detail, gauges = self._status
-            self._client.send(WorkerStatus(id=mint(), phase=phase, detail=detail, gauges=gauges))
+            epoch = self.order.epoch if self.order is not None else 0
+            self._client.send(
+                WorkerStatus(
+                    id=mint(), phase=phase, detail=detail, gauges=gauges,
+                    cell=self.cell, address=self.address, role=self.role, epoch=epoch, version=self.version,
+                )
+            )  # fmt: skip
+
+    def set_role(self, role: str) -> None:
+        """This process's part in its cell's role (`WorkerStatus.role`); told at once."""
+        self.role = role
+        self._send()
 
     async def __aenter__(self) -> Worker:
         self.stop = asyncio.Event()
@@ -93,6 +110,9 @@ class Worker:
             if not self.stop.is_set():
                 log.info("stop: %s", message.reason)
             self.stop.set()
+        elif isinstance(message, SetRole) and (self.order is None or message.epoch > self.order.epoch):
+            self.order = message
+            self.on_role(message)
 
     async def _heartbeat(self) -> None:
         loop = asyncio.get_running_loop()

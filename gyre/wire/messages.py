@@ -455,12 +455,31 @@ class WorkerStatus(Message, frozen=True, kw_only=True):
     phase: str  # starting | ready | working | draining | failed
     detail: str = ""
     gauges: dict[str, float] = {}
+    cell: str = ""  # the cell it belongs to, for engines and trainers
+    address: str = ""  # what it listens on
+    role: str = ""  # engines: serving | closing | asleep | waking; trainers: idle | joining | training | leaving; "" for others
+    epoch: int = 0  # of the newest role command that it has taken up
+    version: Version | None = None  # engines: what they serve; trainers: the weights they hold
 
 
 class Stop(Message, frozen=True, kw_only=True):
     """End in order, exit 0."""
 
     reason: str
+
+
+class SetRole(Message, frozen=True, kw_only=True):
+    """What a cell is to be. Idempotent by `epoch`, which only grows: a worker takes up the highest and reports it in its status.
+
+    An engine told `train` closes, gives its requests back and sleeps; told `rollout` it wakes, pulls the policy from `core` and serves. A trainer
+    told `train` joins the open step (or is the core, where `core_cell` is its own); told `rollout` it takes part in the open step's end if it has
+    accumulated, then idles.
+    """
+
+    role: str  # train | rollout
+    epoch: int
+    core: str  # where the core's trainer listens
+    core_cell: str
 
 
 ToBuffer = (
@@ -477,7 +496,7 @@ FromRollout = Welcome | Refuse | HelloRequired | Generated | EngineRefuse | Pong
 ToTrain = Hello | WatchPolicy | PullChunk | PolicyLoaded
 FromTrain = Welcome | Refuse | HelloRequired | Ack | PolicyAvailable | Chunk | SnapshotGone
 ToCoord = Hello | Note | WorkerStatus
-FromCoord = Welcome | Refuse | HelloRequired | Ack | Stop
+FromCoord = Welcome | Refuse | HelloRequired | Ack | Stop | SetRole
 
 DIRECTIONS: Final[dict[str, Any]] = {
     "any -> gyre-buffer": ToBuffer,
