@@ -55,7 +55,7 @@ class Tasks(Table, frozen=True, kw_only=True):
     heldout: Annotated[str, _doc('Directory of held-out tasks for evaluation; "" for none.', path=True)] = ""
     epochs: Annotated[int, _doc("Passes over the training tasks before the run runs out of queries; 0 for no end.", ge=0)] = 0
     eval_every: Annotated[int, _doc("Evaluate every so many publications, and at the first and the last; 0 for never.", ge=0)] = 0
-    eval_tasks: Annotated[int, _doc("Held-out tasks per evaluation (the first so many); 0 for all.", ge=0)] = 0
+    eval_tasks: Annotated[int, _doc("Held-out tasks per evaluation (evenly spaced over their names); 0 for all.", ge=0)] = 0
 
 
 class System(Table, frozen=True, kw_only=True):

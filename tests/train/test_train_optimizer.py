@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -237,3 +238,16 @@ def test_bad_model_is_one_line(tmp_path: Path) -> None:
 def test_inverted_region_is_refused(tiny_model: Path) -> None:
     with pytest.raises(UsageError, match="ratio_low"):
         learner(tiny_model, ratio_low=2.0, ratio_high=0.5)
+
+
+def test_truncated_weights_are_said_in_one_line(tiny_model: Path, tmp_path: Path) -> None:
+    from gyre.rollout.model import load_model
+
+    torn = tmp_path / "model"
+    shutil.copytree(tiny_model, torn)
+    weights = torn / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(UsageError, match="cannot be loaded"):
+        Policy.load(torn, Model(), 1.0)
+    with pytest.raises(UsageError, match="cannot be loaded"):
+        load_model(Model(path=str(torn), device="cpu"))
