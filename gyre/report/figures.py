@@ -42,3 +42,8 @@ def clock(seconds: float) -> str:
     """Seconds as [h:]mm:ss."""
     s = int(seconds)
     return f"{s // 3600}:{s // 60 % 60:02d}:{s % 60:02d}" if s >= 3600 else f"{s // 60:02d}:{s % 60:02d}"
+
+
+def unit(seconds: float) -> tuple[float, str]:
+    """(seconds in it, its word) of the unit in which a length of so many seconds reads well."""
+    return (1.0, "seconds") if seconds < 300 else (60.0, "minutes") if seconds < 3 * 3600 else (3600.0, "hours")
