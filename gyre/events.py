@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ import msgspec
 
 SCHEMA: Final = "gyre.event/1"
 _TAIL_BYTES: Final = 1 << 20
+
+log = logging.getLogger(__name__)
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +95,7 @@ class EventReader:
         self._path = path
         self._offset = 0
 
-    def lines(self) -> Iterator[str]:
+    def lines(self) -> Iterator[bytes]:
         """New whole lines, without newlines. A missing file has none yet."""
         try:
             file = self._path.open("rb")
@@ -104,9 +107,17 @@ class EventReader:
                 if not line.endswith(b"\n"):
                     return
                 self._offset += len(line)
-                yield line[:-1].decode()
+                yield line[:-1]
 
     def events(self) -> Iterator[Event]:
-        """New events."""
+        """New events. Lines that are none (a damaged disk, a stray hand) are left out, with a warning that counts them."""
+        damaged, first = 0, ""
         for line in self.lines():
-            yield _decoder.decode(line)
+            try:
+                event = _decoder.decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+                damaged, first = damaged + 1, first or str(e)
+                continue
+            yield event
+        if damaged:
+            log.warning("%s: left out %d damaged lines: %s", self._path, damaged, first)

@@ -1,7 +1,8 @@
 """A run's `Timeline` from its event log.
 
 Invariants
-- One pass over the events, in their order; unknown kinds and fields that are missing are let be, so logs of other versions are readable.
+- One pass over the events, in their order; unknown kinds are let be, and an event that lacks what its kind needs is left out with a message, so logs
+  of other versions are readable.
 - What a restarted core took back (steps above the one that a new term began from) is taken back here too.
 - A run with fixed roles has no `role` events: its core is the cell that was granted the term, its rollout cells are those that acknowledged
   publications, and each keeps its role.
@@ -74,7 +75,8 @@ class History:
                 self._engines.update(dict.fromkeys(map(str, f.get("cells", ()))))
                 self._bursts.append(Burst(len(self._bursts) + 1, self._now, self._now, int(f["step"]), predicted=f.get("staleness_predicted")))
             case "role":
-                self._turns.append((self._now, *(str(f.get(k, "")) for k in ("cell", "from", "phase")), plain(str(f.get("reason", "")))))
+                cell, before, phase, reason = (plain(str(f.get(k, ""))) for k in ("cell", "from", "phase", "reason"))
+                self._turns.append((self._now, cell, before, phase, reason))
             case "step" | "step_closed":
                 self._step(e.kind, f)
             case "eval_issued":
@@ -84,9 +86,9 @@ class History:
             case "leased" | "rollout_ended" | "lease_lost" | "reissued":
                 self._execution(e.kind, f)
             case kind if kind in _MARKS:
-                cells = f.get("cells") or [f.get("cell") or self._core]
-                at = {"at": self._now, "cells": tuple(map(str, cells)), "step": f.get("step")}
-                self._marks.append(Mark(_MARKS[kind], seconds=float(f.get("seconds") or 0.0), attempt=int(f.get("attempt") or 1), **at))
+                cells = tuple(map(str, f.get("cells") or [f.get("cell") or self._core]))
+                seconds, attempt = float(f.get("seconds") or 0.0), int(f.get("attempt") or 1)
+                self._marks.append(Mark(_MARKS[kind], self._now, cells, f.get("step"), seconds, attempt))
             case _:
                 pass
 
@@ -122,11 +124,12 @@ class History:
             self._groups[name] = Group(name, self._now, int(f["version"]), len(self._bursts))
             self._unfinished[name] = {f"{name}.{i}" for i in range(int(f.get("rollouts", 0)))}
             self._moved(len(self._unfinished[name]))
+        elif name in self._groups and kind == "group_ready":
+            self._groups[name] = replace(self._groups[name], ready=self._now)
         elif name in self._groups:
-            self._groups[name] = replace(self._groups[name], **{kind.removeprefix("group_"): self._now})
-            if kind == "group_discarded":
-                for rollout in sorted(self._unfinished.get(name, ())):
-                    self._ended(rollout, "", kept=False)
+            self._groups[name] = replace(self._groups[name], discarded=self._now)
+            for rollout in sorted(self._unfinished.get(name, ())):
+                self._ended(rollout, "", kept=False)
 
     def _execution(self, kind: str, f: dict[str, Any]) -> None:
         if kind == "leased":
@@ -170,7 +173,7 @@ class History:
         steps = sorted(self._steps.values(), key=lambda s: s.step)
         bursts = [
             replace(b, end=edge, steps=tuple(s.step for s in steps if b.start < s.committed <= edge))
-            for b, edge in zip(self._bursts, edges, strict=True)
+            for b, edge in zip(self._bursts, edges, strict=False)
         ]
         if not self._bursts:
             messages.append("nothing was published: no burst, no step")
@@ -222,16 +225,25 @@ def _phase(name: str, otherwise: CellPhase) -> CellPhase:
 def from_events(name: str, events: Iterable[Event], **timeouts: float | None) -> Timeline:
     """The timeline of a run called `name`. `timeouts`: see `History.timeline`."""
     history = History(name)
+    left_out: list[str] = []
     for e in events:
-        history.take(e)
-    return history.timeline(**timeouts)
+        try:
+            history.take(e)
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            left_out.append(f"{plain(e.kind)} ({type(error).__name__} {error})")
+    t = history.timeline(**timeouts)
+    if left_out:
+        said = f"{len(left_out)} event{'s' if len(left_out) > 1 else ''} left out: {left_out[0]}"
+        t = replace(t, messages=(*t.messages, said))
+    return t
 
 
-def read(run_dir: Path) -> Timeline:
-    """The timeline of a run directory, live or finished. Its `events.jsonl` is enough; `run.toml` as resolved gives the time-outs."""
+def read(run_dir: Path, name: str | None = None) -> Timeline:
+    """The timeline of a run directory, live or finished. Its `events.jsonl` is enough; `run.toml` as resolved gives the time-outs. `name`: its
+    directory's, by default."""
     try:
         table = tomllib.loads((run_dir / "run.toml").read_text(encoding="utf-8")).get("sandbox", {})
     except (OSError, ValueError):
         table = {}
     found = {k: float(v) for k in ("harness_timeout_s", "overall_timeout_s") if isinstance(v := table.get(k), int | float)}
-    return from_events(run_dir.resolve().name, EventReader(run_dir / "events.jsonl").events(), **found)
+    return from_events(plain(name or run_dir.resolve().name), EventReader(run_dir / "events.jsonl").events(), **found)

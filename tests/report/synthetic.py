@@ -125,7 +125,7 @@ class Made:
             self.work += self.done_by.pop("c3", 0.0)
             yield self.event("voided", cell="c3-train", incarnation="i1", reason="its lease expired", micro_steps=["m1", "m2"])
             yield self.role("c3", "train", "lost", "lost", "no answer for 10 s")
-        if self.due or self.burst == 0 or self.published < self.step and self.step % MU == 0:
+        if self.due or self.burst == 0 or (self.published < self.step and self.step % MU == 0):
             return
         rollout, behind = self.cells("rollout"), self.cells("train")
         self.back = self.back and bool(behind)
