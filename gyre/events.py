@@ -16,6 +16,8 @@ from typing import Any, Final
 
 import msgspec
 
+from gyre.errors import UsageError
+
 SCHEMA: Final = "gyre.event/1"
 _TAIL_BYTES: Final = 1 << 20
 
@@ -45,9 +47,10 @@ def encode(event: Event) -> str:
 
 
 class EventWriter:
-    """Appends lines; knows the last sequence number in the file."""
+    """Appends lines; knows the last sequence number in the file. Raises `UsageError` when the last line is no event."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self.last_seq = self._mend()
 
@@ -65,7 +68,11 @@ class EventWriter:
             block *= 2
         if end < len(tail):
             os.ftruncate(self._fd, start + end)
-        return _decoder.decode(tail[previous + 1 : end]).seq if end else -1
+        try:
+            return _decoder.decode(tail[previous + 1 : end]).seq if end else -1
+        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+            os.close(self._fd)
+            raise UsageError(str(self._path), f"its last line is damaged ({e})", "cut it off, or restore the file from a copy") from None
 
     def replay(self, lines: Iterable[tuple[int, str]]) -> None:
         """Append those of (seq, line) that the file lacks."""

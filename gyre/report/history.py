@@ -12,6 +12,7 @@ Not here: the ledger, numbers drawn from a timeline (timeline.py).
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import replace
@@ -194,10 +195,10 @@ class History:
         return process
 
     def _roles(self, start: float, end: float) -> tuple[tuple[str, ...], tuple[RoleSpan, ...], list[str]]:
-        """Cells, the core first, and their spans."""
-        turned = dict.fromkeys(cell for _, cell, _, _, _ in self._turns)
-        names = [self._core, *turned, *self._trainers, *self._engines]
-        cells = tuple(dict.fromkeys(self._cell(n) for n in names if n))
+        """Cells, the core first, the others by name (its numbers as numbers), and their spans."""
+        named = {self._cell(n) for n in (*(cell for _, cell, _, _, _ in self._turns), *self._trainers, *self._engines) if n}
+        core = self._cell(self._core)
+        cells = tuple(sorted(named, key=lambda c: (c != core, [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", c)])))
         spans: list[RoleSpan] = []
         for cell in cells:
             mine = [t for t in self._turns if t[1] == cell]

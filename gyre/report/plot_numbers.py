@@ -9,13 +9,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator
 
 from gyre.report import timeline
 from gyre.report.figures import edges, unit
 from gyre.report.plot_times import BLUE, GREY, INK, ORANGE, RED, SERIES, SKY, axes, name
 from gyre.report.timeline import Sample, Timeline
 from gyre.rules.staleness import summarize
+
+
+def _percent(part: float, _: object) -> str:
+    return f"{100 * part:.3g}%"
 
 
 def staleness(f: FigureBase, t: Timeline) -> None:
@@ -60,7 +64,7 @@ def _distribution(ax: Axes, samples: Sequence[Sample], top: int, title: str) -> 
         if x.mean is not None:
             lines.append(f"{way}: mean {x.mean:.2f}, p95 {x.p95:.3g}, max {x.max:.3g}")
     ax.set_title("\n".join(lines), fontsize=8)
-    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    ax.yaxis.set_major_formatter(_percent)
     ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     ax.set_xlabel("optimizer steps")
 
@@ -112,7 +116,7 @@ def durations(f: FigureBase, runs: Sequence[Timeline]) -> None:
                 ax.annotate(label, (limit / scale, 1), (-3, 0), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=7,
                             ha="right", va="top")  # fmt: skip
         ax.set_ylabel("of all")
-        ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+        ax.yaxis.set_major_formatter(_percent)
         ax.set_xlim(sides[0], sides[-1])
         if len(runs) > 1:
             ax.set_title(name(t))

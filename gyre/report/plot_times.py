@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import FigureBase
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -115,7 +116,7 @@ def burst(f: FigureBase, t: Timeline, b: Burst) -> None:
     spans = list(timeline.within(t.spans, b.start, b.end))
     inside = [m for m in t.marks if b.start <= m.at <= b.end]
     ends = [m for m in inside if m.kind in _WORK]
-    grid = f.add_gridspec(2, 2 if ends else 1, height_ratios=[0.3 * len(t.cells) + 0.6, 1.1], width_ratios=[3.2, 1] if ends else [1])
+    grid = f.add_gridspec(2, 2 if ends else 1, height_ratios=[0.3 * min(ROWS_NAMED, len(t.cells)) + 0.6, 1.1], width_ratios=[3.2, 1] if ends else [1])
     top = f.add_subplot(grid[0, 0])
     below = f.add_subplot(grid[1, 0], sharex=top)
     _phases(top, spans, rows, b.start, scale)
@@ -156,15 +157,16 @@ def _level(ax: Axes, t: Timeline, b: Burst, scale: float) -> None:
     ax.fill_between(x, [w for _, w in points], step="post", color=SKY, alpha=0.35, linewidth=0)
     ax.step(x, [w for _, w in points], where="post", color=BLUE, linewidth=1)
     ax.set_xlim(-0.008 * (b.end - b.start) / scale, 1.008 * (b.end - b.start) / scale)
-    ax.set_ylim(bottom=0)
+    ax.set_ylim(0, max(1.0, 1.05 * max(w for _, w in points)))
     ax.yaxis.set_major_locator(MaxNLocator(4, integer=True))
     ax.set_ylabel("water level\n(executions)")
 
 
 def _step_end(ax: Axes, ends: Sequence[Mark], rows: dict[str, int]) -> None:
-    """From the first reduction to the broadcast of one step: the one with the most cells, the last such."""
-    last = max({m.step for m in ends}, key=lambda step: (max(len(m.cells) for m in ends if m.step == step), step or 0))
-    mine = [m for m in ends if m.step == last]
+    """From the first reduction to the broadcast of one step: one that was broadcast, with the most cells, the last such."""
+    of = {step: [m for m in ends if m.step == step] for step in {m.step for m in ends}}
+    last = max(of, key=lambda s: (any(m.kind is MarkKind.BROADCAST for m in of[s]), max(len(m.cells) for m in of[s]), s or 0))
+    mine = of[last]
     zero = min(m.at - m.seconds for m in mine)
     length = max(m.at for m in mine) - zero or 1.0
     scale, word = (1.0, "seconds") if length >= 1 else (1e-3, "milliseconds")
@@ -179,7 +181,7 @@ def _step_end(ax: Axes, ends: Sequence[Mark], rows: dict[str, int]) -> None:
     ax.set_xlim(-0.02 * length / scale, 1.02 * length / scale)
     attempts = max(m.attempt for m in mine)
     ax.set_title(f"end of step {last}" + (f", {attempts} attempts" if attempts > 1 else ""))
-    ax.set_xlabel(f"{word} since its reduction began")
+    ax.set_xlabel(word)
 
 
 _ADMITTED: Final = {-1: "the burst before", 0: "the first burst shown", 1: "the second", 2: "the third"}
@@ -210,9 +212,10 @@ def slots(f: FigureBase, runs: Sequence[Timeline], burst: int | None) -> None:
             x0, x1 = max(start, e.start), min(end, t.end if e.end is None else e.end)
             by_colour.setdefault(colour, []).append((rows[slot], (x0 - start) / scale, (x1 - x0) / scale))
         for colour, bars in by_colour.items():
-            left, width, y = [x for _, x, _ in bars], [w for _, _, w in bars], [i for i, _, _ in bars]
-            thin = len(rows) > 64
-            ax.barh(y, width, left=left, height=1.0, color=colour, edgecolor="#FFFFFF", linewidth=0 if thin else 0.3, rasterized=len(placed) > _MANY)
+            boxes = [[(x, y - 0.5), (x + w, y - 0.5), (x + w, y + 0.5), (x, y + 0.5)] for y, x, w in bars]
+            edge = 0.0 if len(rows) > 64 else 0.3
+            held = PolyCollection(boxes, facecolor=colour, edgecolor="#FFFFFF" if edge else "none", linewidth=edge, rasterized=len(placed) > _MANY)
+            ax.add_collection(held)
         ax.set_xlim(0, length / scale)
         _publications(ax, bursts, start, scale)
         ax.set_ylim(len(rows) - 0.5, -0.5)

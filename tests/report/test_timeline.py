@@ -208,3 +208,9 @@ def test_a_longer_log_adds_up(dispatch: str) -> None:
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(held)), "a slot holds one execution at a time"
     assert t.water_level[-1][1] == 0 and max(w for _, w in t.water_level) <= synthetic.QUOTA * synthetic.N
     assert len(timeline.trained(t)) == synthetic.BURSTS * synthetic.MU * synthetic.B
+
+
+def test_cells_are_in_the_order_of_their_names_behind_the_core() -> None:
+    roles = [(float(i), "role", role(c, "rollout", "rollout", "rollout")) for i, c in enumerate(("c10", "c9", "1", "c2"))]
+    t = log((0.0, "term", {"cell": "c9-train", "step": 0}), *roles, (9.0, "publication", {"step": 0, "cells": ["c2-rollout", "b"]}))
+    assert t.cells == ("c9", "1", "b", "c2", "c10")
