@@ -16,14 +16,14 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TypeVar
 
 import click
 import msgspec
 
 from gyre import config as configuration
 from gyre.config import Config
-from gyre.errors import EXIT_BUG, EXIT_FAILED, EXIT_OK, EXIT_USAGE, GyreError, UsageError
+from gyre.errors import EXIT_BUG, EXIT_FAILED, EXIT_OK, EXIT_USAGE, GyreError, UsageError, WorkFailed
 
 if TYPE_CHECKING:
     from gyre.net.worker import Worker
@@ -158,6 +158,7 @@ def make_run_dir(path: Path) -> None:
 EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "safetensors", "numpy"), "train"),
     **dict.fromkeys(("h11", "jinja2", "tokenizers", "pyseccomp"), "sandbox"),
+    "matplotlib": "report",
 }
 """Packages that the base installation lacks, and the extra that brings each."""
 
@@ -170,11 +171,20 @@ def writable(path: Path) -> None:
         raise UsageError("-o", f"{path} cannot be written ({e.strerror})", "give a file in a directory that this user can write") from None
 
 
+def stdout() -> BinaryIO:
+    """Where data goes. Raises `WorkFailed` when the process was started with it closed."""
+    stream: BinaryIO | None = getattr(sys.stdout, "buffer", None)
+    if stream is None:
+        raise WorkFailed("stdout is closed; redirect it, or name a file with -o")
+    return stream
+
+
 def guarded(body: Callable[[], int | None]) -> NoReturn:
     """Run a command's body and exit: errors become one line and their code, a closed pipe is quiet, bugs show their traceback."""
     try:
         code = body() or EXIT_OK
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it may have been closed at the start
+            sys.stdout.flush()
     except GyreError as e:
         click.echo(f"error: {e}", err=True)
         code = e.exit_code
