@@ -125,6 +125,11 @@ class Ledger:
         if not isinstance(reply, Ack):
             raise self._refused(reply)
 
+    def abandon(self, step: int) -> None:
+        """Tell, without waiting for an answer, that this cell ends and its accumulator of `step` with it."""
+        own = Member(self.cell, self.incarnation)
+        self._client.send(VoidIncarnations(id=self._mint(), term=self.term, step=step, cells=[own], reason="the cell was told to end"))
+
     async def commit(self, manifest: Manifest, metrics: dict[str, float | None]) -> None:
         """Make the update of a manifest count."""
         message = CommitStep(id=self._mint(), term=self.term, step=manifest.step, hash=manifest.hash, metrics=metrics)
