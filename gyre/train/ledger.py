@@ -159,12 +159,12 @@ class Ledger:
         """Keep the claims' leases alive, until cancelled."""
         while True:
             await asyncio.sleep(self._renew_s)
-            if self.term == 0:
+            term, incarnation = self.term, self.incarnation
+            if term == 0:
                 continue  # has not joined anything
-            incarnation = self.incarnation
-            message = RenewClaims(id=self._mint(), term=self.term, cell=self.cell, incarnation=incarnation)
+            message = RenewClaims(id=self._mint(), term=term, cell=self.cell, incarnation=incarnation)
             reply = await self._ask(message, "gyre-buffer to renew claims")
-            if isinstance(reply, Refuse) and incarnation == self.incarnation:
+            if isinstance(reply, Refuse) and (term, incarnation) == (self.term, self.incarnation):
                 self._voided = True
 
     def _check(self) -> None:

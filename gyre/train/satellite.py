@@ -89,6 +89,7 @@ class Satellite:
         """Begin a new incarnation at the open step. None: told to roll out before one was open."""
         started = asyncio.get_running_loop().time()
         self._ledger.rejoin()
+        self._ledger.term = 0  # of no core, until it has pulled one's weights
         await self._compute(self._learner.zero)
         self._report("joining", {})
         while self._duty.trains:
