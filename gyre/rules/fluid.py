@@ -18,17 +18,25 @@ import msgspec
 
 from gyre.rules.roles import CellPhase, GroupView, Known, Pace, View
 
-CHUNKS: Final = 6
+CHUNKS: Final = 4
 GRID: Final = 96
-MOMENTS: Final = 40  # per span of the executions' remaining time
-MOST_MOMENTS: Final = 600
+MOMENTS: Final = 24  # per span of the executions' remaining time
+NEVER: Final = 1e12  # seconds
+MOST_MOMENTS: Final = 400
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The next cell turns while w <= `filling`·(capacity that remains), and at least `backlog` groups per training cell wait for training."""
+    """When the next cell turns: under any of `terms` (filling, backlog): w <= filling·(capacity that remains), and `backlog` groups wait for
+    training per training cell, the next included. The paper's rule is the one term (1, 0). Without executions cells turn under every plan."""
 
-    filling: float
-    backlog: float
+    terms: tuple[tuple[float, float], ...]
+
+    def turns(self, w: float, remaining: float, waiting: float, trainers: int) -> bool:
+        """Whether one more cell than `trainers` is to train; `remaining` is the capacity then left."""
+        if w < 0.5:
+            return True
+        share = waiting / (trainers + 1)
+        return any(share >= backlog and (filling == math.inf or w <= filling * remaining + 0.5) for filling, backlog in self.terms)
 
 
 class Survival:
@@ -119,21 +127,21 @@ class Fluid:
         for _ in range(pieces):
             chunks.append(_Chunk(0.0, executions / pieces, executions / n / pieces, self.executions, self.whole))
 
-    def burst_end(self, plan: Plan, beyond: bool) -> float:
+    def burst_end(self, plan: Plan, beyond: bool, limit: float = NEVER) -> float:
         """Seconds from now to the end of the burst under `plan`; with `beyond`, to the end of the next one, so that what a plan does
-        to executions that this burst does not need is counted too."""
+        to executions that this burst does not need is counted too. Gives up, with `NEVER`, beyond `limit`."""
         v, k = self.view, self.known
         chunks = [c.copy() for c in self.chunks]
-        end, ready = self._run(plan, chunks, v.steps_left * v.groups_per_step, float(v.ready), k.trained, self.trainers)
+        end, ready = self._run(plan, chunks, v.steps_left * v.groups_per_step, float(v.ready), k.trained, self.trainers, limit)
         end += v.steps_left * k.update_s + k.publish_s
-        if beyond:
+        if beyond and end < limit:
             needed = v.steps_per_burst * v.groups_per_step
             self.admit(chunks, v.admitting)
-            more, _ = self._run(plan, chunks, needed, max(0.0, ready - v.steps_left * v.groups_per_step), 0.0, 0)
+            more, _ = self._run(plan, chunks, needed, max(0.0, ready - v.steps_left * v.groups_per_step), 0.0, 0, limit - end)
             end += more
         return end
 
-    def _run(self, plan: Plan, chunks: list[_Chunk], needed: float, ready: float, trained: float, trainers: int) -> tuple[float, float]:
+    def _run(self, plan: Plan, chunks: list[_Chunk], needed: float, ready: float, trained: float, trainers: int, limit: float) -> tuple[float, float]:
         """(seconds until `needed` groups are trained, groups ready then). Chunks are left as they are then."""
         train_s, dt, pace = self.known.train_s, self.dt, self.known.pace
         at_once = max(1, int(dt / max(self.known.to_train_s, 1e-3)))
@@ -146,24 +154,23 @@ class Fluid:
             now_ready = needed if unready < 0.5 and ready + unready + 0.5 >= needed else ready
             serving, moved = self.cells - trainers, 0
             waiting = max(0.0, min(now_ready, needed) - trained)
-            while serving > self.fixed and moved < at_once and live <= plan.filling * (serving - 1) * self.capacity + 0.5:
-                if waiting < plan.backlog * (trainers + 1) and live >= 0.5:
-                    break
+            while serving > self.fixed and moved < at_once and plan.turns(live, (serving - 1) * self.capacity, waiting, trainers):
                 trainers, serving, moved = trainers + 1, serving - 1, moved + 1
             if trainers and now_ready >= needed and (live < 0.5 or serving == self.fixed):  # training alone is left
                 return now + max(0.0, needed - trained) * train_s / trainers, ready
             work = min(waiting, trainers * dt / train_s)
             trained += work
             if trained >= needed - 1e-6:
-                part = waiting / max(work, 1e-9) if trainers and work else 1.0
-                return now + (waiting * train_s / trainers if trainers and part >= 1 else dt), ready
+                return now + (work * train_s / trainers if trainers else 0.0), ready
             self._age(chunks, serving, live, pace, dt)
             left = 0.0
             for c in chunks:
                 left += c.groups
             ready += unready - left
             now += dt
-        return now + 1e9, ready
+            if now > limit:
+                break
+        return NEVER, ready
 
     def _age(self, chunks: list[_Chunk], serving: int, live: float, pace: Pace | None, dt: float) -> None:
         if not serving:
@@ -172,7 +179,8 @@ class Fluid:
         slots = math.inf if pace is not None else serving * self.capacity
         executions, whole = self.executions.at, self.whole.at
         for c in chunks:
-            if c.live < 1e-3:
+            if c.groups < 1e-3:
+                c.live = c.groups = 0.0
                 continue
             part = rate if slots >= c.live else rate * slots / c.live
             slots = max(0.0, slots - c.live)
