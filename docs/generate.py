@@ -1,6 +1,7 @@
 """Write the documentation that can be generated; with --check, fail when it is stale.
 
-docs/wire.md from the messages, docs/config.md from the configuration's tables, docs/transitions.md from the tables of phases, and the usage of each command inside docs/commands/NAME.md.
+docs/wire.md from the messages, docs/config.md from the configuration's tables, docs/transitions.md from the tables of phases, and the usage of each
+command inside docs/commands/NAME.md.
 """
 
 from __future__ import annotations
