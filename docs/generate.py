@@ -88,7 +88,11 @@ def diagram(title: str, table: dict[tuple[Any, Any], Any], where: str) -> str:
 
 
 def transitions() -> str:
-    out = ["# Transitions\n", NOTE, "The tables in code from which these are made are the ones that run. A pair that is not in a table cannot happen.\n"]
+    out = [
+        "# Transitions\n",
+        NOTE,
+        "The tables in code from which these are made are the ones that run. A pair that is not in a table cannot happen.\n",
+    ]
     out.append(diagram("A cell's phase", roles.CELL_TRANSITIONS, "gyre/rules/roles.py"))
     out.append(diagram("A micro-step", microstep.MICROSTEP_TRANSITIONS, "gyre/rules/microstep.py"))
     return "\n".join(out)

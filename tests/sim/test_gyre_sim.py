@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from commands.sim import main
 
+from commands.sim import main
 from gyre.events import Event, encode
 from gyre.rules.workload import load
 
@@ -111,7 +111,9 @@ def test_replay(tmp_path: Path) -> None:
     assert (w.system.to_train_s, w.system.to_rollout_s, w.system.update_s, w.system.publish_s) == (12.0, 0.0, 4.0, 3.0)
     assert w.workload.train_cell_h_per_group * 3600 == pytest.approx(30.0 * 2 / 2)
     assert w.workload.replayed_s == ((100.0, 200.0),) * 4
-    result = sim("--replay", str(tmp_path), "--cells", "4", "--rule", "elastic", "--rule", "colocate", "--set", "workload.bursts=3", "--format", "json")
+    result = sim(
+        "--replay", str(tmp_path), "--cells", "4", "--rule", "elastic", "--rule", "colocate", "--set", "workload.bursts=3", "--format", "json"
+    )
     assert result.exit_code == 0, result.output
     colocate = json.loads(result.stdout)[1]
     assert colocate["hours"] * 3600 == pytest.approx(3 * (200 + 12 + 15 + 4 + 3))  # four micro-steps of 15 s on four cells
