@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gyre.config import System
-from gyre.coord.roles import Level
+from gyre.coord.cells import Level
 from gyre.rules import admission
 from gyre.wire.messages import Counters
 

@@ -24,15 +24,17 @@ from rich.console import Console
 from rich.live import Live
 
 from gyre.cli import Setup
+from gyre.coord import cells as r
 from gyre.coord import machine as m
-from gyre.coord import roles as r
+from gyre.coord.known import Knowledge
 from gyre.coord.launch import Plan, cells, start
 from gyre.coord.level import level
+from gyre.coord.roles import Roles
 from gyre.errors import DeadlineExceeded, GyreError
 from gyre.net.sockets import Client, Peer, Server, mint
 from gyre.report.figures import plain
 from gyre.report.live import RunView
-from gyre.rules.named import make_rule
+from gyre.rules.named import make_rule, parse_rule
 from gyre.wire.codec import Arrays
 from gyre.wire.messages import Ack, Counters, Events, FromBuffer, Message, Note, Routes, SetRole, Stop, Subscribe, ToCoord, WorkerStatus
 
@@ -62,10 +64,12 @@ class Coordinator:
             [m.Process(name=p.name, kind=p.kind) for p in plans], now=time.monotonic(), start_timeout_s=config.run.start_timeout_s,
             silent_s=config.net.engine_timeout_s, stall_s=config.run.stall_s,
         )  # fmt: skip
-        self.roles = r.Roles(
+        self.knowledge = Knowledge(config.system.groups_per_step) if parse_rule(rule).kind == "lookahead" else None
+        self.roles = Roles(
             cells(plans), make_rule(rule), rule_name=rule, now=time.monotonic(), groups_per_step=config.system.groups_per_step,
             steps_per_burst=config.system.steps_per_burst, deadline_s=config.run.start_timeout_s,
             epoch=int(time.time()),  # above those of a coordinator before this one
+            rollouts_per_group=config.system.rollouts_per_group, known=self.knowledge.known if self.knowledge is not None else None,
         )  # fmt: skip
         self.routes: r.SendRoutes | None = None
         self._buffer: Client | None = None
@@ -176,6 +180,8 @@ class Coordinator:
         elif isinstance(message, Events):
             for text in message.lines:
                 event = json.loads(text)
+                if self.knowledge is not None:
+                    self.knowledge.take(time.monotonic(), event["kind"], event["fields"])
                 line = self.view.event(event["kind"], event["fields"])
                 if line and not sys.stderr.isatty():
                     click.echo(line, err=True)
