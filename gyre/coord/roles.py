@@ -278,10 +278,10 @@ class Roles:
 
     def _wanted(self, cell: Cell) -> list[tuple[str, str, str]]:
         """What is still to be said and heard now: (process, role to tell it, role that it must report). In the order of a turn."""
-        if cell.phase is CellPhase.LOST:
-            return []
         if cell.name in self._leaving:
             found = [(cell.trainer, "rollout", "idle"), (cell.engine, "train", "asleep")]
+        elif cell.phase is CellPhase.LOST:
+            return []
         elif cell.phase in (CellPhase.TO_TRAIN, CellPhase.TRAIN):
             found = [(cell.engine, "train", "asleep")]
             if self._out(cell.engine, cell, "asleep"):
