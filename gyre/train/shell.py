@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,7 +63,11 @@ class _Engines:
         self._server.publish(await self._compute(pack, version, model_tensors(self._learner.policy.model)))
 
     async def acknowledged(self, version: Version) -> list[str]:
-        return await self._server.wait_loaded(version, self._config.run.start_timeout_s, grace_s=self._config.net.engine_timeout_s)
+        started = time.monotonic()
+        cells = await self._server.wait_loaded(version, self._config.run.start_timeout_s, grace_s=self._config.net.engine_timeout_s)
+        if version.step:  # the first publication is the run's beginning
+            await asyncio.sleep(self._learner.publish_s - (time.monotonic() - started))
+        return cells
 
 
 async def run(setup: Setup, worker: Worker, *, resume: bool = False) -> None:
@@ -152,6 +157,13 @@ async def _train(
 
 def _learner(config: Config, found: checkpoint.Checkpoint | None) -> Learner:
     """The model and its optimizer, from a checkpoint or from where the run starts."""
+    if config.train.engine == "paced":
+        from gyre.train.paced import open_paced
+
+        paced = open_paced(config, found.path if found else None)
+        if found:
+            checkpoint.restore(paced, found)
+        return paced
     if not config.model.path and found is None:
         raise UsageError("run.toml", "missing", "name a Hugging Face model directory (--set model.path=DIR)", "model.path")
     torch.manual_seed(config.run.seed)
