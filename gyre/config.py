@@ -1,7 +1,8 @@
 """Configuration: the tables of run.toml, and where each value came from.
 
 Invariants
-- Precedence is default < workload file ([system] alone) < file < --set < flag; an unknown key or a value of the wrong type is a `UsageError` naming file, key and remedy.
+- Precedence is default < [system] of run.workload < file < --set < flag; an unknown key or a value of the wrong type is a `UsageError` naming
+  file, key and remedy.
 - Every key has a description (`docs/config.md` is generated from them); no key exists that nothing reads.
 - Relative paths in a file are relative to that file; in --set and flags, to the working directory. `load` resolves them.
 """
@@ -19,6 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from gyre.errors import UsageError
+from gyre.rules import workload
 
 
 def _doc(text: str, *, path: bool = False, **limits: Any) -> Meta:
@@ -285,25 +287,21 @@ def load(file: Path | None, sets: Sequence[str] = (), flags: Mapping[str, Any] |
 
 def _workload(file: str | None) -> Iterator[tuple[str, Any]]:
     """The keys of a workload file's [system] that a run has too; of several targets the first."""
-    names = {f.name for f in msgspec.structs.fields(System)}
-    for name, value in (_toml(Path(file)).get("system", {}) if file else {}).items():
-        if name in names:
-            yield f"system.{name}", value[0] if isinstance(value, list) and value else value
-
-
-def _toml(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(str(file), "no such file", "give the path of a TOML file to --config (run.workload)") from None
-    except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(str(file), f"cannot be read ({e})", "give a readable TOML file") from None
-    except tomllib.TOMLDecodeError as e:
-        raise UsageError(str(file), f"not TOML: {e}", "mend that line") from None
+    if file:
+        system = workload.load(Path(file)).system
+        for name in sorted({f.name for f in msgspec.structs.fields(System)} & {f.name for f in msgspec.structs.fields(type(system))}):
+            yield f"system.{name}", system.targets[0] if name == "target_staleness" else getattr(system, name)
 
 
 def _read(file: Path) -> Iterator[tuple[str, Any]]:
-    data = _toml(file)
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(str(file), "no such file", "give the path of a run.toml to --config") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(str(file), f"cannot be read ({e})", "give a readable TOML file to --config") from None
+    except tomllib.TOMLDecodeError as e:
+        raise UsageError(str(file), f"not TOML: {e}", "mend that line") from None
     known = {f.name for f in msgspec.structs.fields(Config)}
     for table, content in data.items():
         if table not in known:

@@ -133,4 +133,4 @@ class PacedEngine(ThreadedEngine[PacedRow]):
 def open_paced(config: Config) -> PacedEngine:
     """The engine of a configuration. Raises `UsageError`."""
     pace = open_pace(config.run.workload, config.run.compress)
-    return PacedEngine(pace.token_s, context=config.rollout.context, slots=pace.slots or config.rollout.slots, queue=config.rollout.queue)
+    return PacedEngine(pace.token_s, context=config.rollout.context, slots=pace.slots, queue=config.rollout.queue)

@@ -25,7 +25,7 @@ from gyre.train.model import MicroStepData
 from gyre.train.optimizer import Learner, Update
 
 SIZE: Final = 1024
-_ABSORB: Final = 0.25  # a gap up to this part of the work behind it was overhead; a longer one was waiting
+_ABSORB: Final = 0.5  # a gap up to this part of the work behind it was overhead; a longer one was waiting
 _WEIGHTS: Final = "model.safetensors"
 
 
@@ -97,7 +97,7 @@ class PacedLearner(Learner):
                 version=version,
             )
             start += t.n_tokens
-        self._clock.spend(self._pace.execution_s * executions)
+        self._clock.spend(self._pace.execution_train_s * executions)
 
     @torch.no_grad()
     def update(self, step: int, executions: int) -> Update:
