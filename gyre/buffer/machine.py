@@ -187,6 +187,9 @@ class Machine:
             eval_outstanding=s.eval_outstanding,
             finished=s.finished,
             failure=s.failure,
+            ready_groups=len(s.ready),
+            taken_groups=len(s.taken),
+            publications=s.meta.publications,
         )
 
     def waits(self, now: Now) -> list[dict[str, Any]]:

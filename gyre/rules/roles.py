@@ -1,12 +1,15 @@
-"""What a rule of scheduling sees and says. Pure: the coordinator and the simulator build a `View`, call the same rule and carry out its `Decision`.
+"""What a rule of scheduling sees and says, and the table of a cell's phases.
 
-A rule is a function `View -> Decision`. It decides one thing at a time: moves are serial, so while a cell turns, a rule stays.
+Pure: the coordinator and the simulator build a `View`, call the same rule and carry out its `Decision`. A rule decides one thing at a time. Whoever
+asks, asks again at once after a `Move` (the cell then in its new phase) until the rule says `Stay`: so `colocate` can turn all cells
+together while `elastic`, whose moves are serial, says `Stay` for as long as a cell turns to training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
@@ -21,13 +24,68 @@ class CellPhase(StrEnum):
     LOST = "lost"
 
 
+class CellEvent(StrEnum):
+    """What moves a cell from phase to phase."""
+
+    ORDER_TRAIN = "order_train"  # a rule's Move
+    JOINED = "joined"  # its trainer joined the open step
+    ORDER_ROLLOUT = "order_rollout"  # a rule's Move, or a turn to training given up
+    SERVING = "serving"  # its engine acknowledged the current policy
+    LOST = "lost"  # presumed dead
+    FOUND = "found"  # said hello again: it starts as one that wakes
+
+
+CELL_TRANSITIONS: Final[dict[tuple[CellPhase, CellEvent], CellPhase]] = {
+    (CellPhase.ROLLOUT, CellEvent.ORDER_TRAIN): CellPhase.TO_TRAIN,
+    (CellPhase.ROLLOUT, CellEvent.LOST): CellPhase.LOST,
+    (CellPhase.TO_TRAIN, CellEvent.JOINED): CellPhase.TRAIN,
+    (CellPhase.TO_TRAIN, CellEvent.ORDER_ROLLOUT): CellPhase.TO_ROLLOUT,
+    (CellPhase.TO_TRAIN, CellEvent.LOST): CellPhase.LOST,
+    (CellPhase.TRAIN, CellEvent.ORDER_ROLLOUT): CellPhase.TO_ROLLOUT,
+    (CellPhase.TRAIN, CellEvent.LOST): CellPhase.LOST,
+    (CellPhase.TO_ROLLOUT, CellEvent.SERVING): CellPhase.ROLLOUT,
+    (CellPhase.TO_ROLLOUT, CellEvent.ORDER_TRAIN): CellPhase.TO_TRAIN,
+    (CellPhase.TO_ROLLOUT, CellEvent.LOST): CellPhase.LOST,
+    (CellPhase.LOST, CellEvent.FOUND): CellPhase.TO_ROLLOUT,
+}
+"""A pair that is not here cannot happen: `turned` raises."""
+
+
+def turned(phase: CellPhase, event: CellEvent) -> CellPhase:
+    """The phase after `event`. Raises ValueError naming both where the table has no such transition."""
+    try:
+        return CELL_TRANSITIONS[phase, event]
+    except KeyError:
+        raise ValueError(f"a cell in phase {phase} knows no {event}") from None
+
+
 class CellView(msgspec.Struct, frozen=True):
-    """One cell. `burst` is the burst for which it last turned to training (-1: never)."""
+    """One cell. `burst` is the burst for which it last turned to training (-1: never). A `fixed` cell is counted and never moved."""
 
     name: str
     phase: CellPhase
     capacity: int  # executions that it holds as a rollout cell
     burst: int = -1
+    fixed: bool = False
+
+
+class GroupView(msgspec.Struct, frozen=True):
+    """A group with unfinished executions. `ages_s`: seconds that each of them has been served; one that is queued has age 0."""
+
+    ages_s: tuple[float, ...]
+
+
+class Known(msgspec.Struct, frozen=True):
+    """What is known beside the counters: the executions in flight, and costs as configured or measured. Times in seconds."""
+
+    groups: tuple[GroupView, ...]  # unfinished, oldest first
+    durations_s: tuple[float, ...]  # of executions that ended, sorted
+    train_s: float  # one cell, one group
+    to_train_s: float
+    to_rollout_s: float
+    update_s: float  # per step
+    publish_s: float  # per burst
+    trained: float = 0.0  # groups of the open step whose training work is done, fractions included
 
 
 class View(msgspec.Struct, frozen=True):
@@ -41,6 +99,8 @@ class View(msgspec.Struct, frozen=True):
     ready: int  # groups ready or taken by the open step, and not in a committed one
     groups_per_step: int
     steps_per_burst: int
+    admitting: int = 0  # executions that the next publication will admit (boundary dispatch); 0 where not known
+    known: Known | None = None  # `lookahead` asks for it; the other rules do not look
 
 
 class Move(msgspec.Struct, frozen=True):

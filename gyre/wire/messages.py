@@ -317,6 +317,9 @@ class Counters(Message, frozen=True, kw_only=True):
     eval_outstanding: int
     finished: bool  # all steps committed, the last policy published, its evaluation graded
     failure: str = ""  # not "": the run cannot go on, and why
+    ready_groups: int = 0  # complete and not yet taken by a step
+    taken_groups: int = 0  # of the open step
+    publications: int = 0  # so far, the first included
 
 
 class Events(Message, frozen=True, kw_only=True):
@@ -345,6 +348,7 @@ class Generate(Message, frozen=True, kw_only=True):
     seed: int
     drawn: int = 0
     stop_ids: list[int] = []  # beside the model's own end-of-turn ids
+    moved: bool = False  # another engine gave it back, maybe before its first token: it goes into the room kept for such
 
 
 class Abort(Message, frozen=True, kw_only=True):
@@ -394,6 +398,8 @@ class Pong(Message, frozen=True, kw_only=True):
     request_ids: list[str]
     free_slots: int
     context_limit: int
+    slots: int = 0  # requests decoded together (0: not said)
+    open: int = 0  # requests of all clients, decoding or waiting
 
 
 # --- gyre-rollout <-> gyre-train (weights) -----------------------------------------------------------------------------------------------
@@ -468,6 +474,22 @@ class Stop(Message, frozen=True, kw_only=True):
     reason: str
 
 
+class Route(msgspec.Struct, frozen=True, array_like=True):
+    """One engine of the route table. `open`: it takes calls. Of two alike the higher `rank` is preferred: it will stay longer."""
+
+    cell: str
+    address: str
+    rank: int
+    open: bool
+
+
+class Routes(Message, frozen=True, kw_only=True):
+    """All engines there are. A gateway takes up the highest `epoch`; the table is advice, an engine alone decides what it admits."""
+
+    epoch: int
+    engines: list[Route]
+
+
 class SetRole(Message, frozen=True, kw_only=True):
     """What a cell is to be. Idempotent by `epoch`, which only grows: a worker takes up the highest and reports it in its status.
 
@@ -496,7 +518,7 @@ FromRollout = Welcome | Refuse | HelloRequired | Generated | EngineRefuse | Pong
 ToTrain = Hello | WatchPolicy | PullChunk | PolicyLoaded
 FromTrain = Welcome | Refuse | HelloRequired | Ack | PolicyAvailable | Chunk | SnapshotGone
 ToCoord = Hello | Note | WorkerStatus
-FromCoord = Welcome | Refuse | HelloRequired | Ack | Stop | SetRole
+FromCoord = Welcome | Refuse | HelloRequired | Ack | Stop | SetRole | Routes
 
 DIRECTIONS: Final[dict[str, Any]] = {
     "any -> gyre-buffer": ToBuffer,
