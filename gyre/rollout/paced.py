@@ -18,7 +18,7 @@ from typing import Final
 
 from gyre.config import Config
 from gyre.rollout.engine import FinishReason, Transcript
-from gyre.rollout.threaded import Row, ThreadedEngine, _Update
+from gyre.rollout.threaded import Row, ThreadedEngine
 from gyre.rules.pace import open_pace
 from gyre.types import TensorSpec
 from gyre.wire.messages import VersionSpan
@@ -45,11 +45,13 @@ class PacedRow(Row):
 
 
 class PacedEngine(ThreadedEngine[PacedRow]):
-    """See `Engine`. `token_s` gives the seconds of a token when so many rows are in flight."""
+    """See `Engine`. `token_s` gives the seconds of a token when so many rows are in flight; falling asleep and waking take theirs."""
 
-    def __init__(self, token_s: Callable[[int], float], *, context: int, slots: int, queue: int) -> None:
+    def __init__(
+        self, token_s: Callable[[int], float], *, context: int, slots: int, queue: int, to_train_s: float = 0.0, to_rollout_s: float = 0.0
+    ) -> None:
         super().__init__(eos=frozenset(), context=context, slots=slots, queue=queue)
-        self._token_s = token_s
+        self._token_s, self._to_train_s, self._to_rollout_s = token_s, to_train_s, to_rollout_s
         self._at = time.monotonic()  # the time that the rows' progress is of
         self._start()
 
@@ -58,7 +60,14 @@ class PacedEngine(ThreadedEngine[PacedRow]):
         return PacedRow(transcript, min(request.sampling.max_tokens, self.context - len(request.prompt_ids)))
 
     def _install(self, tensors: list[TensorSpec], data: memoryview) -> None:
-        pass
+        self._advance()
+        self._decode()  # what came before is of the version before
+
+    def _drop(self) -> None:
+        time.sleep(self._to_train_s)
+
+    def _restore(self) -> None:
+        time.sleep(self._to_rollout_s)
 
     def _joined(self, first: int) -> None:
         pass
@@ -81,11 +90,6 @@ class PacedEngine(ThreadedEngine[PacedRow]):
                 if row.request.request_id in request_ids:
                     self._hand_out(row, min(row.total, round(row.progress)))
         super()._abort(request_ids)
-
-    def _update(self, update: _Update) -> None:
-        self._advance()
-        self._decode()  # what came before is of the version before
-        super()._update(update)
 
     def _join(self) -> None:
         self._advance()
@@ -133,4 +137,5 @@ class PacedEngine(ThreadedEngine[PacedRow]):
 def open_paced(config: Config) -> PacedEngine:
     """The engine of a configuration. Raises `UsageError`."""
     pace = open_pace(config.run.workload, config.run.compress)
-    return PacedEngine(pace.token_s, context=config.rollout.context, slots=pace.slots, queue=config.rollout.queue)
+    limits = {"context": config.rollout.context, "slots": pace.slots, "queue": config.rollout.queue}
+    return PacedEngine(pace.token_s, **limits, to_train_s=pace.to_train_s, to_rollout_s=pace.to_rollout_s)
