@@ -53,17 +53,17 @@ def stranded(view: View) -> Decision | None:
 def next_cell(view: View) -> CellView | Stay:
     """The cell whose turn to train it is, or why there is none."""
     if view.steps_left == 0:
-        return Stay("the burst's steps are committed")
+        return Stay("the burst's steps are committed", -1)
     core = view.cells[0]
     turning = [c.name for c in view.cells if c.phase is CellPhase.TO_TRAIN]
     if turning:
-        return Stay(f"{turning[0]} is turning to training")
+        return Stay(f"{turning[0]} is turning to training", -1)
     if core.phase not in (CellPhase.ROLLOUT, CellPhase.TRAIN):
-        return Stay(f"the core is in phase {core.phase}")
+        return Stay(f"the core is in phase {core.phase}", -1)
     waiting = [c for c in view.cells if c.phase is CellPhase.ROLLOUT and not c.fixed]
     if core.phase is CellPhase.ROLLOUT and (core.fixed or waiting[0] is not core):
-        return Stay("the core is fixed in rollout")
-    return waiting[0] if waiting else Stay("no cell is left in rollout")
+        return Stay("the core is fixed in rollout", -1)
+    return waiting[0] if waiting else Stay("no cell is left in rollout", -1)
 
 
 def elastic(view: View) -> Decision:
@@ -76,5 +76,5 @@ def elastic(view: View) -> Decision:
         return cell
     remaining = capacity(view, CellPhase.ROLLOUT) - cell.capacity
     if view.water_level > remaining:
-        return Stay(f"w = {view.water_level} > {remaining} = the capacity that would remain")
+        return Stay(f"w = {view.water_level} > {remaining} = the capacity that would remain", remaining)
     return Move(cell.name, CellPhase.TRAIN, f"w = {view.water_level} <= {remaining} = the capacity that remains")

@@ -22,7 +22,7 @@ def fixed_split(trainers: int) -> Rule:
                 return Move(c.name, CellPhase.TRAIN, split)
             if i >= trainers and c.phase is CellPhase.TRAIN:
                 return Move(c.name, CellPhase.ROLLOUT, split)
-        return Stay(split)
+        return Stay(split, -1)
 
     return rule
 
@@ -35,11 +35,11 @@ def colocate(view: View) -> Decision:
         if not c.fixed and c.phase in TRAINS and (over or c.burst < view.burst):
             return Move(c.name, CellPhase.ROLLOUT, "the burst is over")
     if over:
-        return Stay("the burst's steps are committed")
+        return Stay("the burst's steps are committed", -1)
     begun = any(c.phase in TRAINS for c in view.cells)
     if not begun and view.ready < wanted and (view.water_level or not view.ready):
-        return Stay(f"{view.ready} of the burst's {wanted} groups are ready")
+        return Stay(f"{view.ready} of the burst's {wanted} groups are ready", 0)
     for c in view.cells:
         if c.phase is CellPhase.ROLLOUT and not c.fixed:
             return Move(c.name, CellPhase.TRAIN, f"all turn together: {view.ready} groups are ready")
-    return Stay("all cells train")
+    return Stay("all cells train", -1)

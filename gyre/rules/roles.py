@@ -112,9 +112,15 @@ class Move(msgspec.Struct, frozen=True):
 
 
 class Stay(msgspec.Struct, frozen=True):
-    """Turn nothing now."""
+    """Turn nothing now.
+
+    `above` and `until` spare whoever asks: as long as nothing changes but the clock and a falling water level, the answer stays while the level is
+    above `above`, and before `until`. None: it may change at any time. Asking earlier is always right.
+    """
 
     reason: str
+    above: int | None = None
+    until: float | None = None
 
 
 Decision = Move | Stay
