@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from gyre import config as configuration
 from gyre.buffer.shell import malformed
 from gyre.cli import Setup
@@ -20,6 +22,7 @@ from gyre.sandbox.gateway.route import Router
 from gyre.sandbox.paced import PacedExecutor, open_paced
 from gyre.types import Ending, Purpose, Ticket, Version
 from gyre.wire.arrays import view
+from gyre.wire.messages import RolloutEnded
 
 WORKLOADS = Path(__file__).resolve().parents[2] / "examples" / "workloads"
 
@@ -35,8 +38,6 @@ def make(tmp_path: Path, workload: str, compress: float) -> Setup:
 @asynccontextmanager
 async def cells(setup: Setup, *names: str) -> AsyncIterator[PacedExecutor]:
     """Engines of these names without a trainer, and an executor over them."""
-    import msgspec
-
     async with asyncio.timeout(60):
         workers = [Worker(None, kind="rollout", name=n, run_id=setup.run_id) for n in names]
         for w in workers:
@@ -45,6 +46,8 @@ async def cells(setup: Setup, *names: str) -> AsyncIterator[PacedExecutor]:
         identity: dict[str, Any] = {"name": "box", "incarnation": "1", "run_id": setup.run_id, "resend_s": 0.5}
         router = Router.connect([endpoint(setup.run_dir, "rollout", n) for n in names], 20.0, 30.0, **identity)
         try:
+            while not all(e.serves(Version(0, 0)) for e in router.engines):
+                await asyncio.sleep(0.01)
             yield open_paced(setup.config, router)
         finally:
             router.close()
@@ -77,12 +80,7 @@ def test_executions_that_hold_a_slot(tmp_path: Path) -> None:
         drawn = pace.execution(0, int(t.query_id[1:]), t.index)
         assert message.ending is (Ending.HARNESS_TIMEOUT if drawn.cut else Ending.FINISHED)
         assert [c.n_completion for c in message.calls] == [drawn.turns[0].tokens] == [message.trajectories[0].n_trainable]
-        assert (
-            malformed(
-                message, {k: view(memoryview(v).cast("B"), {"token_ids": "i32", "logprobs": "f32", "versions": "i32"}[k]) for k, v in arrays.items()}
-            )
-            == ""
-        )
+        assert malformed(message, {k: view(memoryview(v).cast("B"), RolloutEnded.ARRAYS[k]) for k, v in arrays.items()}) == ""
         assert message.reward in (0.0, 1.0)
     assert {c for message, _ in done for c in message.cells} == {"cell0", "cell1"}
     again = asyncio.run(play(setup, tickets[:5], "cell0"))
