@@ -46,7 +46,7 @@ async def cells(setup: Setup, *names: str) -> AsyncIterator[PacedExecutor]:
         identity: dict[str, Any] = {"name": "box", "incarnation": "1", "run_id": setup.run_id, "resend_s": 0.5}
         router = Router.connect([endpoint(setup.run_dir, "rollout", n) for n in names], 20.0, 30.0, **identity)
         try:
-            while not all(e.serves(Version(0, 0)) for e in router.engines):
+            while not all(e.serves(Version(0, 0)) for e in router.engines):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             yield open_paced(setup.config, router)
         finally:
