@@ -31,23 +31,24 @@ def core_stays(view: View) -> bool:
 def homeward(view: View) -> Decision | None:
     """The next cell to go back after a burst, the last of the order first; None when all that should go back are on their way."""
     over = view.steps_left == 0
-    for i, c in reversed(list(enumerate(view.cells))):
-        if c.fixed or c.phase not in TRAINS or not (over or c.burst < view.burst):
-            continue
-        if i == 0 and not over and (view.steps_left < view.steps_per_burst or view.ready >= view.groups_per_step):
-            continue  # the core stayed, and its next batch is under way
-        if i == 0 and core_stays(view):
-            continue
+    late = [c for c in view.cells if (over or c.burst < view.burst) and c.phase in TRAINS and not c.fixed]
+    for c in reversed(late):
+        if c is view.cells[0]:
+            under_way = view.steps_left < view.steps_per_burst or view.ready >= view.groups_per_step
+            if core_stays(view) or (not over and under_way):
+                continue
         return Move(c.name, CellPhase.ROLLOUT, "the burst's last step is committed" if over else "its burst is over")
     return None
 
 
 def stranded(view: View) -> Decision | None:
     """The last training cell goes back when no cell serves the executions without which the step cannot end."""
-    movable = [c for c in view.cells if c.phase is CellPhase.TRAIN and not c.fixed]
-    if view.water_level == 0 or capacity(view, *SERVES) or view.ready >= view.groups_per_step or not movable:
+    if view.water_level == 0 or view.ready >= view.groups_per_step or any(c.phase in SERVES for c in reversed(view.cells)):
         return None
-    return Move(movable[-1].name, CellPhase.ROLLOUT, f"no cell serves the {view.water_level} executions that the step waits for")
+    for c in reversed(view.cells):
+        if c.phase is CellPhase.TRAIN and not c.fixed:
+            return Move(c.name, CellPhase.ROLLOUT, f"no cell serves the {view.water_level} executions that the step waits for")
+    return None
 
 
 def next_cell(view: View) -> CellView | Stay:
@@ -55,15 +56,17 @@ def next_cell(view: View) -> CellView | Stay:
     if view.steps_left == 0:
         return Stay("the burst's steps are committed", -1)
     core = view.cells[0]
-    turning = [c.name for c in view.cells if c.phase is CellPhase.TO_TRAIN]
-    if turning:
-        return Stay(f"{turning[0]} is turning to training", -1)
-    if core.phase not in (CellPhase.ROLLOUT, CellPhase.TRAIN):
+    if core.phase is CellPhase.ROLLOUT and not core.fixed:
+        return core
+    if core.phase is not CellPhase.TRAIN:
         return Stay(f"the core is in phase {core.phase}", -1)
-    waiting = [c for c in view.cells if c.phase is CellPhase.ROLLOUT and not c.fixed]
-    if core.phase is CellPhase.ROLLOUT and (core.fixed or waiting[0] is not core):
-        return Stay("the core is fixed in rollout", -1)
-    return waiting[0] if waiting else Stay("no cell is left in rollout", -1)
+    following: CellView | None = None
+    for c in view.cells:
+        if c.phase is CellPhase.TO_TRAIN:
+            return Stay(f"{c.name} is turning to training", -1)
+        if following is None and c.phase is CellPhase.ROLLOUT and not c.fixed:
+            following = c
+    return following or Stay("no cell is left in rollout", -1)
 
 
 def elastic(view: View) -> Decision:

@@ -16,6 +16,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any, Literal
@@ -89,6 +90,11 @@ class Faults(_Table, frozen=True, kw_only=True):
     repair_s: NotNegative = 600.0
 
 
+@lru_cache(maxsize=4096)
+def _query_z(seed: int, query: int) -> float:
+    return Random(f"{seed}/{query}").gauss(0, 1)
+
+
 class Executions(_Table, frozen=True, kw_only=True):
     """[workload]. `replayed_s` (from a run, never in a file): durations by group, drawn from with replacement."""
 
@@ -108,7 +114,7 @@ class Executions(_Table, frozen=True, kw_only=True):
             return group[index] if index < len(group) else Random(f"{seed}/{query}/{index}").choice(group)
         e = self.execution_h
         assert e is not None
-        z = math.sqrt(e.correlation) * Random(f"{seed}/{query}").gauss(0, 1)
+        z = math.sqrt(e.correlation) * _query_z(seed, query)
         z += math.sqrt(1 - e.correlation) * Random(f"{seed}/{query}/{index}").gauss(0, 1)
         return 3600 * min(e.median * math.exp(e.sigma * z), e.harness_timeout_h)
 
@@ -171,6 +177,8 @@ def build(where: str, data: dict[str, Any]) -> Workload:
     table = "execution_h" if w.model == "slots" else "shared"
     if getattr(w, table) is None and not w.replayed_s:
         raise UsageError(where, f'missing, and model = "{w.model}" needs it', f"write [workload.{table}]", f"workload.{table}")
+    if w.shared is not None and not w.shared.t0_s + w.shared.t1_s:
+        raise UsageError(where, "decoding takes no time", "give t0_s or t1_s", "workload.shared.t0_s")
     if len(set(made.system.targets)) < len(made.system.targets):
         raise UsageError(where, "a target stands there twice", "name each once", "system.target_staleness")
     return made

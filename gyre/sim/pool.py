@@ -43,6 +43,12 @@ class Pool(Protocol):
     def served_s(self, now: float, execution: int) -> float:
         """Seconds that an unfinished execution has been served."""
 
+    def busy_s(self, now: float) -> float:
+        """Seconds that executions have been served, all together."""
+
+    def alone_s(self, query: int, index: int, cells: int) -> float:
+        """Seconds of an execution that shares `cells` with no other."""
+
 
 class SlotPool:
     """See the module."""
@@ -56,6 +62,7 @@ class SlotPool:
         self._since: dict[int, float] = {}
         self._heap: list[tuple[float, int]] = []
         self._waiting: list[int] = []
+        self._busy_s = 0.0
         self.events = 0
 
     def admit(self, now: float, ids: range, draws: list[Draw]) -> None:
@@ -70,7 +77,9 @@ class SlotPool:
         if excess > 0:
             for i in sorted(self._ends, reverse=True)[:excess]:
                 self._left[i] = self._ends.pop(i) - now
-                self._done[i] = self._done.get(i, 0.0) + now - self._since.pop(i)
+                served = now - self._since.pop(i)
+                self._busy_s += served
+                self._done[i] = self._done.get(i, 0.0) + served
                 heappush(self._waiting, i)
             self._heap = [(t, i) for t, i in self._heap if i in self._ends]
             heapify(self._heap)
@@ -89,7 +98,8 @@ class SlotPool:
     def advance(self) -> int:
         now, i = heappop(self._heap)
         self.events += 1
-        del self._ends[i], self._since[i]
+        del self._ends[i]
+        self._busy_s += now - self._since.pop(i)
         self._done.pop(i, None)
         if self._waiting:
             self._fill(now)
@@ -101,6 +111,12 @@ class SlotPool:
     def served_s(self, now: float, execution: int) -> float:
         since = self._since.get(execution)
         return self._done.get(execution, 0.0) + (now - since if since is not None else 0.0)
+
+    def busy_s(self, now: float) -> float:
+        return self._busy_s + sum(now - t for t in self._since.values())
+
+    def alone_s(self, query: int, index: int, cells: int) -> float:
+        return self._w.duration_s(self._seed, query, index)
 
 
 class _Life:
@@ -120,7 +136,7 @@ class SharedPool:
         self._turns, self._seed, self._s = turns, seed, shared
         self._timeout_s = shared.harness_timeout_h * 3600
         self._cells = 0
-        self._now = self._tokens = self._rate = self._serving_s = 0.0
+        self._now = self._tokens = self._rate = self._serving_s = self._busy_s = 0.0
         self._decode: list[tuple[float, int]] = []
         self._tools: list[tuple[float, int]] = []
         self._lives: dict[int, _Life] = {}
@@ -143,6 +159,7 @@ class SharedPool:
         self._tokens += self._rate * passed
         if self._cells:
             self._serving_s += passed
+            self._busy_s += passed * len(self._lives)
         self._now = now
 
     def _rerate(self) -> None:
@@ -194,3 +211,11 @@ class SharedPool:
     def served_s(self, now: float, execution: int) -> float:
         extra = now - self._now if self._cells else 0.0
         return self._serving_s + extra - self._lives[execution].began
+
+    def busy_s(self, now: float) -> float:
+        return self._busy_s + ((now - self._now) * len(self._lives) if self._cells else 0.0)
+
+    def alone_s(self, query: int, index: int, cells: int) -> float:
+        turns = list(self._turns(self._seed, query, index))
+        token_s = self._s.t0_s + self._s.t1_s / cells
+        return min(self._timeout_s, sum(tokens * token_s + tool_s for tokens, tool_s in turns) - turns[-1][1])

@@ -75,6 +75,7 @@ class World:
             self.pool = SharedPool(self.work.turns, seed, self.work.shared)
         self.cells = [Cell(i) for i in range(s.cells)]
         self.views = [CellView(c.name, c.phase, s.slots_per_cell) for c in self.cells]
+        self.serving = len(self.cells)
         self.now = 0.0
         self.trace: Trace = []
         self.events = 0
@@ -134,12 +135,11 @@ class World:
 
     def _start(self) -> None:
         self.trace.append((0.0, "publish", 0, 0))
-        self._serve()
+        self.pool.serve(0.0, self.serving)
         if self.work.faults is not None:
             for c in self.cells:
                 self.at(self._random.expovariate(1 / (self.work.faults.cell_mtbf_h * 3600)), self._die, c)
-        if self.system.dispatch == "boundary" or self.system.dispatch == "continuous":
-            self._dispatch()
+        self._dispatch()
         self._open_step()
         self._ask()
 
@@ -325,10 +325,8 @@ class World:
         self.trace.append((self.now, "role", c.index, str(before), str(c.phase), self.burst))
         self._stay = None
         if ROLLOUT in (before, c.phase):
-            self._serve()
-
-    def _serve(self) -> None:
-        self.pool.serve(self.now, sum(c.phase is ROLLOUT for c in self.cells))
+            self.serving += 1 if c.phase is ROLLOUT else -1
+            self.pool.serve(self.now, self.serving)
 
     def _order(self, c: Cell, move: Move) -> None:
         if move.to is TRAIN:
