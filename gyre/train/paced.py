@@ -22,7 +22,8 @@ from gyre.config import Config
 from gyre.rules.pace import Pace, open_pace
 from gyre.train.metrics import detached
 from gyre.train.model import MicroStepData
-from gyre.train.optimizer import Learner, Update
+from gyre.train.optimizer import Learner
+from gyre.train.protocols import Update
 
 SIZE: Final = 1024
 _ABSORB: Final = 0.5  # a gap up to this part of the work behind it was overhead; a longer one was waiting
@@ -100,9 +101,9 @@ class PacedLearner(Learner):
         self._clock.spend(self._pace.execution_train_s * executions)
 
     @torch.no_grad()
-    def update(self, step: int, executions: int) -> Update:
+    def update(self, step: int, executions: int, trainable: int | None = None) -> Update:
         """AdamW on the vector, and the workload's time for an update."""
-        update = super().update(step, executions)
+        update = super().update(step, executions, trainable)
         self._clock.spend(self._pace.update_s)
         return update
 
