@@ -286,11 +286,12 @@ def load(file: Path | None, sets: Sequence[str] = (), flags: Mapping[str, Any] |
 
 
 def _workload(file: str | None) -> Iterator[tuple[str, Any]]:
-    """The keys of a workload file's [system] that a run has too; of several targets the first."""
+    """The keys of a workload file's [system] that a run has too, slots_per_cell as rollout.slots; of several targets the first."""
     if file:
         system = workload.load(Path(file)).system
         for name in sorted({f.name for f in msgspec.structs.fields(System)} & {f.name for f in msgspec.structs.fields(type(system))}):
             yield f"system.{name}", system.targets[0] if name == "target_staleness" else getattr(system, name)
+        yield "rollout.slots", system.slots_per_cell
 
 
 def _read(file: Path) -> Iterator[tuple[str, Any]]:

@@ -38,7 +38,6 @@ class Pace:
     def __init__(self, w: Workload, compress: float) -> None:
         self._workload, self._compress = w.workload, compress
         system = w.system
-        self.slots = system.slots_per_cell
         self.to_train_s = system.to_train_s / compress
         self.to_rollout_s = system.to_rollout_s / compress
         self.update_s = system.update_s / compress

@@ -46,6 +46,9 @@ async def run(setup: Setup, worker: Worker, drain_s: float = 5.0) -> None:
     buffer = Client.connect(setup.buffer, FromBuffer, kind="sandbox", **identity)
     patience_s = max(config.net.request_timeout_s, config.run.start_timeout_s)
     router = Router.connect(setup.rollouts, config.net.engine_timeout_s, patience_s, **identity)
+    worker.on_routes = router.follow
+    if worker.routes is not None:
+        router.follow(worker.routes)
     try:
         async with _executor(config, router) as executor:
             await _Shell(setup, worker, buffer, executor, router).run(drain_s)

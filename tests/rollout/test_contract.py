@@ -252,7 +252,7 @@ def test_stale_keys_do_not_survive_sleep_or_update(make_engine: MakeEngine, kit:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_with_sleep_and_wake_completes_each_request_once(make_engine: MakeEngine, kit: Any, seed: int) -> None:
-    """Pains 6, as a property: whatever the order of submit, abort, load, drain, sleep and wake, no engine dies and nothing is lost or answered twice."""
+    """Pains 6, as a property: whatever the order of submit, abort, load, drain, sleep and wake, no engine dies and each is answered once."""
     rng, snapshot = random.Random(seed), weights_of(kit, 0, Version(1, 0))
     engine = make_engine(slots=3, queue=40, **_no_eos(make_engine))
     futures: dict[str, Any] = {}
