@@ -150,7 +150,9 @@ def compare(workload: Workload, rules: Sequence[str]) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """For people."""
-    lines = [f"{'target':>6} {'rule':16} {'hours':>8} {'staleness':>9} {'p95':>4} {'max':>4} {'bound':>6} {'idle train':>10} {'idle rollout':>12}  training"]
+    lines = [
+        f"{'target':>6} {'rule':16} {'hours':>8} {'staleness':>9} {'p95':>4} {'max':>4} {'bound':>6} {'idle train':>10} {'idle rollout':>12}  training"
+    ]
     for r in rows:
         name = r.rule if r.split is None or ":" in r.rule else f"{r.rule} ({r.split})"
         bound = "" if r.bound_ratio is None else f"{r.bound_ratio:.3f}"

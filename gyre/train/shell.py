@@ -67,8 +67,8 @@ class _Thread:
 class _Engines:
     """Publication to the engines that watch."""
 
-    def __init__(self, make: Callable[[Version], Snapshot], server: PolicyServer, compute: _Thread, config: Config) -> None:
-        self._make, self._server, self._compute, self._config = make, server, compute, config
+    def __init__(self, make: Callable[[Version], Snapshot], server: PolicyServer, compute: _Thread, config: Config, publish_s: float) -> None:
+        self._make, self._server, self._compute, self._config, self._publish_s = make, server, compute, config, publish_s
 
     async def lend(self, version: Version) -> None:
         self._server.publish(await self._compute(self._make, version))
@@ -77,7 +77,7 @@ class _Engines:
         started = time.monotonic()
         cells = await self._server.wait_loaded(version, self._config.run.start_timeout_s, grace_s=self._config.net.engine_timeout_s)
         if version.step:  # the first publication is the run's beginning
-            await asyncio.sleep(self._learner.publish_s - (time.monotonic() - started))
+            await asyncio.sleep(self._publish_s - (time.monotonic() - started))
         return cells
 
 
@@ -240,7 +240,7 @@ class Cell:
             worker.version = Version(ledger.term, loop.step)
             worker.status("working", detail, **gauges)
 
-        engines = _Engines(make, policy, self.compute, config)
+        engines = _Engines(make, policy, self.compute, config, learner.publish_s)
         loop = Loop(
             learner, ledger, engines, peers, self.orders, self.compute, spawn, save, board, config, step=step, report=report,
         )  # fmt: skip
