@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import faulthandler
 import importlib.metadata
 import json
@@ -228,6 +229,8 @@ def work(kind: str, options: dict[str, Any], flags: dict[str, Any], body: Callab
                 await body(s, worker)
             return worker.exit_code
 
-        return asyncio.run(main())
+        code = asyncio.run(main())
+        gc.freeze()  # the interpreter looks through all objects at its end: with torch loaded, most of a second for nothing
+        return code
 
     guarded(run)
