@@ -38,7 +38,7 @@ def colocate(view: View) -> Decision:
         return Stay("the burst's steps are committed", -1)
     begun = any(c.phase in TRAINS for c in view.cells)
     if not begun and view.ready < wanted and (view.water_level or not view.ready):
-        return Stay(f"{view.ready} of the burst's {wanted} groups are ready", 0)
+        return Stay(f"{view.ready} of the burst's {wanted} groups are ready")
     for c in view.cells:
         if c.phase is CellPhase.ROLLOUT and not c.fixed:
             return Move(c.name, CellPhase.TRAIN, f"all turn together: {view.ready} groups are ready")

@@ -10,9 +10,10 @@ import msgspec
 from gyre.errors import UsageError
 from gyre.rules.elastic import elastic
 from gyre.rules.fixed import colocate, fixed_split
+from gyre.rules.lookahead import lookahead
 from gyre.rules.roles import Rule
 
-RULES: Final[dict[str, Rule]] = {"elastic": elastic, "colocate": colocate, "lookahead": elastic}
+RULES: Final[dict[str, Rule]] = {"elastic": elastic, "colocate": colocate, "lookahead": lookahead}
 """Rules that need no number; `async` is made for one."""
 
 FORMS: Final = "elastic, lookahead, async[:N][+stream] or colocate"

@@ -70,22 +70,35 @@ class CellView(msgspec.Struct, frozen=True):
 
 
 class GroupView(msgspec.Struct, frozen=True):
-    """A group with unfinished executions. `ages_s`: seconds that each of them has been served; one that is queued has age 0."""
+    """A group with unfinished executions: how many, and the mean of their ages. An execution's age is the seconds that it has been served, in
+    seconds of an unloaded engine; one that is queued has age 0."""
 
-    ages_s: tuple[float, ...]
+    unfinished: int
+    age_s: float
+
+
+class Pace(msgspec.Struct, frozen=True):
+    """How executions share the rollout cells: a token takes t0_s + t1_s·(decoding on the cell), beside `tool_s` of an execution's time, which
+    does not depend on them. `tokens` and `tool_s` are means of an execution."""
+
+    t0_s: float
+    t1_s: float
+    tokens: float
+    tool_s: float
 
 
 class Known(msgspec.Struct, frozen=True):
     """What is known beside the counters: the executions in flight, and costs as configured or measured. Times in seconds."""
 
     groups: tuple[GroupView, ...]  # unfinished, oldest first
-    durations_s: tuple[float, ...]  # of executions that ended, sorted
+    durations_s: tuple[float, ...]  # ages at which executions ended, sorted
+    group_durations_s: tuple[float, ...]  # ages at which the last execution of a group ended, sorted
     train_s: float  # one cell, one group
     to_train_s: float
-    to_rollout_s: float
     update_s: float  # per step
     publish_s: float  # per burst
     trained: float = 0.0  # groups of the open step whose training work is done, fractions included
+    pace: Pace | None = None  # None: an execution holds a slot, of which a cell has `capacity`
 
 
 class View(msgspec.Struct, frozen=True):
@@ -99,6 +112,7 @@ class View(msgspec.Struct, frozen=True):
     ready: int  # groups ready or taken by the open step, and not in a committed one
     groups_per_step: int
     steps_per_burst: int
+    rollouts_per_group: int = 0  # N; 0 where not known
     admitting: int = 0  # executions that the next publication will admit (boundary dispatch); 0 where not known
     known: Known | None = None  # `lookahead` asks for it; the other rules do not look
 
@@ -114,8 +128,8 @@ class Move(msgspec.Struct, frozen=True):
 class Stay(msgspec.Struct, frozen=True):
     """Turn nothing now.
 
-    `above` and `until` spare whoever asks: as long as nothing changes but the clock and a falling water level, the answer stays while the level is
-    above `above`, and before `until`. None: it may change at any time. Asking earlier is always right.
+    `above` and `until` spare whoever asks: as long as nothing happens but executions that end, the answer stays while the water level is above
+    `above`, or before `until`. None: it may change at any time. Asking earlier is always right.
     """
 
     reason: str

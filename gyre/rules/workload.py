@@ -61,6 +61,10 @@ class Lognormal(_Table, frozen=True, kw_only=True):
     median: Positive
     sigma: Annotated[float, Meta(ge=0, le=10)]
 
+    @property
+    def mean(self) -> float:
+        return self.median * math.exp(self.sigma**2 / 2)
+
     def draw(self, random: Random) -> float:
         return self.median * math.exp(self.sigma * random.gauss(0, 1))
 

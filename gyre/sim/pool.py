@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
+from gyre.rules.roles import Pace
 from gyre.rules.workload import Executions, Shared
 
 Draw = tuple[int, int]  # query, index
@@ -25,6 +26,8 @@ class Pool(Protocol):
     """Executions under way."""
 
     events: int
+    last_s: float  # age of the execution that ended last, in seconds of an unloaded engine
+    pace: Pace | None
 
     def admit(self, now: float, ids: range, draws: list[Draw]) -> None: ...
 
@@ -40,8 +43,8 @@ class Pool(Protocol):
     def running(self) -> int:
         """Executions that are being served."""
 
-    def served_s(self, now: float, execution: int) -> float:
-        """Seconds that an unfinished execution has been served."""
+    def age_s(self, now: float, execution: int) -> float:
+        """Seconds that an unfinished execution has been served, in seconds of an unloaded engine."""
 
     def busy_s(self, now: float) -> float:
         """Seconds that executions have been served, all together."""
@@ -62,7 +65,8 @@ class SlotPool:
         self._since: dict[int, float] = {}
         self._heap: list[tuple[float, int]] = []
         self._waiting: list[int] = []
-        self._busy_s = 0.0
+        self._busy_s = self.last_s = 0.0
+        self.pace = None
         self.events = 0
 
     def admit(self, now: float, ids: range, draws: list[Draw]) -> None:
@@ -99,8 +103,9 @@ class SlotPool:
         now, i = heappop(self._heap)
         self.events += 1
         del self._ends[i]
-        self._busy_s += now - self._since.pop(i)
-        self._done.pop(i, None)
+        served = now - self._since.pop(i)
+        self._busy_s += served
+        self.last_s = served + self._done.pop(i, 0.0)
         if self._waiting:
             self._fill(now)
         return i
@@ -108,7 +113,7 @@ class SlotPool:
     def running(self) -> int:
         return len(self._ends)
 
-    def served_s(self, now: float, execution: int) -> float:
+    def age_s(self, now: float, execution: int) -> float:
         since = self._since.get(execution)
         return self._done.get(execution, 0.0) + (now - since if since is not None else 0.0)
 
@@ -122,10 +127,10 @@ class SlotPool:
 class _Life:
     """An execution under way: its turns to come, and the pool's serving clock at its start."""
 
-    __slots__ = ("began", "coming", "tool_s", "turns")
+    __slots__ = ("began", "born_s", "coming", "tool_s", "turns")
 
-    def __init__(self, turns: Iterator[tuple[float, float]], began: float) -> None:
-        self.turns, self.began = turns, began
+    def __init__(self, turns: Iterator[tuple[float, float]], began: float, born_s: float) -> None:
+        self.turns, self.began, self.born_s = turns, began, born_s
         self.coming, self.tool_s = next(turns)  # tokens of the coming decode phase, and the tool after the present one
 
 
@@ -136,6 +141,10 @@ class SharedPool:
         self._turns, self._seed, self._s = turns, seed, shared
         self._timeout_s = shared.harness_timeout_h * 3600
         self._cells = 0
+        turns = shared.turns.mean
+        self.pace = Pace(shared.t0_s, shared.t1_s, turns * shared.tokens_per_turn.mean, turns * shared.tool_s.mean)
+        self._unloaded_s = self.pace.tokens * shared.t0_s + self.pace.tool_s
+        self._ageing_s = self._ageing = self.last_s = 0.0  # the clock of ages, and how fast it goes
         self._now = self._tokens = self._rate = self._serving_s = self._busy_s = 0.0
         self._decode: list[tuple[float, int]] = []
         self._tools: list[tuple[float, int]] = []
@@ -145,7 +154,7 @@ class SharedPool:
     def admit(self, now: float, ids: range, draws: list[Draw]) -> None:
         self._to(now)
         for i, (query, index) in zip(ids, draws, strict=True):
-            life = self._lives[i] = _Life(self._turns(self._seed, query, index), self._serving_s)
+            life = self._lives[i] = _Life(self._turns(self._seed, query, index), self._serving_s, self._ageing_s)
             heappush(self._decode, (self._tokens + life.coming, i))
         self._rerate()
 
@@ -157,14 +166,19 @@ class SharedPool:
     def _to(self, now: float) -> None:
         passed = now - self._now
         self._tokens += self._rate * passed
+        self._ageing_s += self._ageing * passed
         if self._cells:
             self._serving_s += passed
             self._busy_s += passed * len(self._lives)
         self._now = now
 
     def _rerate(self) -> None:
-        cells = self._cells
-        self._rate = 1 / (self._s.t0_s + self._s.t1_s * len(self._decode) / cells) if cells else 0.0
+        if not self._cells:
+            self._rate = self._ageing = 0.0
+            return
+        token_s = self._s.t0_s + self._s.t1_s * len(self._decode) / self._cells
+        self._rate = 1 / token_s
+        self._ageing = self._unloaded_s / (self.pace.tokens * token_s + self.pace.tool_s)
 
     def _decode_end(self) -> float:
         if not self._decode or not self._rate:
@@ -201,16 +215,15 @@ class SharedPool:
         return self._serving_s - life.began >= self._timeout_s
 
     def _end(self, i: int) -> int:
-        del self._lives[i]
+        self.last_s = self._ageing_s - self._lives.pop(i).born_s
         self._rerate()
         return i
 
     def running(self) -> int:
         return len(self._lives) if self._cells else 0
 
-    def served_s(self, now: float, execution: int) -> float:
-        extra = now - self._now if self._cells else 0.0
-        return self._serving_s + extra - self._lives[execution].began
+    def age_s(self, now: float, execution: int) -> float:
+        return self._ageing_s + (now - self._now) * self._ageing - self._lives[execution].born_s
 
     def busy_s(self, now: float) -> float:
         return self._busy_s + ((now - self._now) * len(self._lives) if self._cells else 0.0)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -49,11 +50,13 @@ class Cell:
 class Group:
     """An admitted group."""
 
-    __slots__ = ("admitted", "ended", "first", "index", "version")
+    __slots__ = ("admitted", "ended", "first", "index", "live", "longest_s", "version")
 
     def __init__(self, index: int, first: int, admitted: float, version: int) -> None:
         self.index, self.first, self.admitted, self.version = index, first, admitted, version
         self.ended = 0
+        self.longest_s = 0.0  # age of its longest execution that ended
+        self.live: set[int] = set()
 
 
 class World:
@@ -93,7 +96,8 @@ class World:
         self.step_open = False
         self.steps = self.version = self.burst = 0
         self.steps_left = self.mu
-        self.durations: list[float] = []  # seconds served, of executions that ended
+        self.durations: list[float] = []  # ages at which executions and groups ended, sorted
+        self.group_durations: list[float] = []
         self._stay: Stay | None = None
         self._asking = False
         self._done = False
@@ -159,6 +163,7 @@ class World:
         for _ in range(n):
             group = Group(len(self.groups), len(self.groups) * self.N, self.now, self.version)
             self.groups.append(group)
+            group.live.update(range(group.first, group.first + self.N))
             self.living[group.index] = group
             self.trace.append((self.now, "admit", group.index, self.version))
         self.water += n * self.N
@@ -168,15 +173,18 @@ class World:
     def _execution_ended(self, execution: int) -> None:
         group = self.groups[execution // self.N]
         group.ended += 1
+        group.live.remove(execution)
         self.water -= 1
         self.trace.append((self.now, "end", execution))
         if self._ask_known:
-            self.durations.append(self.now - group.admitted)
+            age = self.pool.last_s
+            insort(self.durations, age)
+            group.longest_s = max(group.longest_s, age)
         if group.ended == self.N:
             del self.living[group.index]
+            insort(self.group_durations, group.longest_s)
             self.trace.append((self.now, "ready", group.index))
             self.ready.append(group.index)
-            self._stay = None
             self._take()
         self._ask()
 
@@ -304,18 +312,17 @@ class World:
             admitting = admission.admit(self.quota.groups, admitted, self.total_groups - len(self.groups), None) * self.N
         return View(
             self.now, tuple(self.views), self.water, self.burst, self.steps_left, len(self.ready) + len(self.taken), self.B, self.mu,
-            admitting, self._known() if self._ask_known else None,
+            self.N, admitting, self._known() if self._ask_known else None,
         )  # fmt: skip
 
     def _known(self) -> Known:
-        s = self.system
-        groups = []
-        for g in self.living.values():
-            groups.append(GroupView(tuple([self.now - g.admitted] * (self.N - g.ended))))
-        done = len(self.taken) - self.undone / self.N
-        return Known(
-            tuple(groups), tuple(sorted(self.durations[-2000:])), self.micro_s * self.N, s.to_train_s, s.to_rollout_s, s.update_s, s.publish_s, done
+        s, age = self.system, self.pool.age_s
+        groups = tuple(
+            [GroupView(len(g.live), sum([age(self.now, e) for e in g.live]) / len(g.live)) for g in self.living.values()]
         )
+        done = len(self.taken) - self.undone / self.N
+        costs = (self.micro_s * self.N, s.to_train_s, s.update_s, s.publish_s)
+        return Known(groups, tuple(self.durations), tuple(self.group_durations), *costs, done, self.pool.pace)
 
     def _set(self, c: Cell, event: CellEvent) -> None:
         before = c.phase

@@ -18,7 +18,7 @@ def view(
 ) -> View:
     """Cells a, b, c… of 10 executions each; B = 4, mu = 3."""
     cells = tuple(CellView(n, PHASES[p], 10, cell_burst, n in fixed) for n, p in zip("abcdefgh", phases, strict=False))
-    return View(0.0, cells, w, burst, steps_left, ready, 4, 3, admitting)
+    return View(0.0, cells, w, burst, steps_left, ready, 4, 3, 2, admitting)
 
 
 def said(name: str, v: View) -> str:
