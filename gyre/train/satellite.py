@@ -70,6 +70,8 @@ class Satellite:
                 await self._take_part()
         except Finished:
             log.info("the run is over")
+            await self._compute(self._learner.sleep)
+            self._duty.phase("idle")  # the cell's engine may wake before this process has ended
 
     async def _take_part(self) -> None:
         self._duty.phase("joining")

@@ -55,7 +55,7 @@ def alone(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         learner.accumulate(_micro_step(mine), s["step"] - 1)
         update = learner.update(s["step"], s["stats"]["executions"])
         assert update.updated
-    return first, dict(learner.parameters)
+    return first, {n: p.detach() for n, p in learner.parameters.items()}
 
 
 def check_against_alone(run: Run, tolerance: float = 1e-5) -> float:

@@ -1,0 +1,48 @@
+"""Whole runs whose cells turn between rollout and training."""
+
+from __future__ import annotations
+
+import json
+
+from whole_run import RIGHT, WRONG, Run, step_groups
+
+THREE = "buffer localhost\nsandbox localhost name=box slots=8\ncell localhost name=a\ncell localhost name=b\ncell localhost name=c\n"
+
+
+def elastic(run: Run, hosts: str = THREE, delay_s: float = 0.01) -> None:
+    """Three cells of six slots each, for the sixteen executions of a burst."""
+    run.script(RIGHT, WRONG, delay_s=delay_s)
+    (run.folder / "hosts.txt").write_text(hosts)
+    run.config.write_text(run.config.read_text().replace("[rollout]", "[rollout]\nslots = 6"))
+
+
+def roles(run: Run) -> list[dict[str, object]]:
+    events = [json.loads(line) for line in (run.dir / "events.jsonl").read_text().splitlines()]
+    return [e["fields"] for e in events if e["kind"] == "role"]
+
+
+def check_complete(run: Run, steps: int) -> None:
+    """Every step once, every group in one step, every execution in one state."""
+    assert [s["step"] for s in run.dump("--kind", "steps")] == list(range(1, steps + 1))
+    groups = step_groups(run)
+    assert len(groups) == len(set(groups)) == 2 * steps
+    counts = dict(run.report()["counts"])  # type: ignore[call-overload]
+    assert counts.pop("admitted") == sum(counts.values())
+    run.until(lambda: run.left_behind() == [], "the end of all processes")
+
+
+def test_elastic(run: Run) -> None:
+    """The default rule where there are cells: core first, then the others; each is told to sleep, trains, and comes home."""
+    elastic(run)
+    done = run.coord("--steps", "5")
+    assert done.returncode == 0, done.stderr[-6000:]
+    check_complete(run, 5)
+    turns = roles(run)
+    trained = {r["cell"] for r in turns if r["phase"] == "train"}
+    assert "a" in trained and len(trained) >= 2, turns
+    for cell in trained:
+        phases = [r["phase"] for r in turns if r["cell"] == cell]
+        assert "to_train" in phases and phases.index("to_train") < phases.index("train")
+    assert all(r["rule"] == "elastic" for r in turns) and not [r for r in turns if r["phase"] == "lost"]
+    for t in run.dump():
+        assert all(v is None or v >= t["version_at_dispatch"] for v in t["versions"])  # type: ignore[attr-defined]
