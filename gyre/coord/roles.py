@@ -18,7 +18,7 @@ from typing import Any, Final, assert_never
 
 import msgspec
 
-from gyre.rules.roles import CellEvent, CellPhase, CellView, Known, Move, Rule, View, turned
+from gyre.rules.roles import CellEvent, CellPhase, CellView, Known, Move, Rule, Stay, View, turned
 from gyre.wire.messages import Route
 
 REPEAT_S: Final = 1.0
@@ -168,6 +168,7 @@ class Roles:
         self._parts = {p: _Part() for c in cells for p in c.parts}
         self._of = {p: c for c in cells for p in c.parts}
         self._leaving: set[str] = set()
+        self._stay: tuple[tuple[object, ...], Stay | None] = ((), None)
         self._routes: tuple[Route, ...] | None = None
         self._effects: list[Effect] = []
         for c in cells:
@@ -348,11 +349,21 @@ class Roles:
             return
         for _ in range(_MOVES_AT_ONCE):
             view = self.view(now)
-            decision = self._rule(view) if view is not None else None
+            if view is None or self._stays(view):
+                return
+            decision = self._rule(view)
             if not isinstance(decision, Move):
+                self._stay = _fixed(view), decision
                 return
             event = CellEvent.ORDER_TRAIN if decision.to is CellPhase.TRAIN else CellEvent.ORDER_ROLLOUT
             self._turn(now, self.cells[decision.cell], event, decision.reason)
+
+    def _stays(self, view: View) -> bool:
+        """Would the rule say again what it said last? It tells how long, as long as nothing happens but executions that end."""
+        fixed, stay = self._stay
+        if stay is None or fixed != _fixed(view):
+            return False
+        return (stay.above is not None and view.water_level > stay.above) or (stay.until is not None and view.now < stay.until)
 
     def _wanted(self, cell: Cell) -> list[tuple[str, str, str]]:
         """What is still to be said and heard now: (process, role to tell it, role that it must report). In the order of a turn."""
@@ -394,3 +405,8 @@ class Roles:
 
     def _rolls(self, cell: Cell) -> bool:
         return cell.name not in self._leaving and cell.phase not in (CellPhase.TO_TRAIN, CellPhase.TRAIN)
+
+
+def _fixed(view: View) -> tuple[object, ...]:
+    """What of a view changes by more than executions that end and time that passes."""
+    return view.cells, view.burst, view.steps_left, view.ready, view.admitting

@@ -26,6 +26,7 @@ from rich.live import Live
 from gyre.cli import Setup
 from gyre.coord import machine as m
 from gyre.coord import roles as r
+from gyre.coord.known import Knowledge
 from gyre.coord.launch import Plan, cells, start
 from gyre.coord.level import level
 from gyre.errors import DeadlineExceeded, GyreError
@@ -67,6 +68,7 @@ class Coordinator:
             steps_per_burst=config.system.steps_per_burst, deadline_s=config.run.start_timeout_s,
             epoch=int(time.time()),  # above those of a coordinator before this one
         )  # fmt: skip
+        self.knowledge = Knowledge()
         self.routes: r.SendRoutes | None = None
         self._buffer: Client | None = None
         self._notes: set[asyncio.Task[None]] = set()
@@ -176,6 +178,7 @@ class Coordinator:
         elif isinstance(message, Events):
             for text in message.lines:
                 event = json.loads(text)
+                self.knowledge.hear(event["kind"], event["t_wall"], event["fields"])
                 line = self.view.event(event["kind"], event["fields"])
                 if line and not sys.stderr.isatty():
                     click.echo(line, err=True)
@@ -192,7 +195,8 @@ class Coordinator:
             self._feed(m.RunFailed(c.failure))
         elif c.finished and self._core_gone():
             self._feed(m.RunFinished())
-        self._feed_roles(r.Counted(level(c, self.setup.config.system)))
+        known = self.knowledge.known(time.time(), c.groups_open - c.ready_groups, c.trained_groups)
+        self._feed_roles(r.Counted(level(c, self.setup.config.system, known)))
 
     def _core_gone(self) -> bool:
         """The last step is saved, or will never be."""
