@@ -16,7 +16,7 @@ from gyre.sim.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
 PACED = ROOT / "examples" / "paced"
-COMPRESS = 1000
+COMPRESS = 1500
 WORKLOAD = """
 [system]
 cells = 4
@@ -45,7 +45,7 @@ harness_timeout_h = 4.0
 HOSTS = "buffer localhost\nsandbox localhost name=box\n" + "".join(f"cell localhost name=cell{i}\n" for i in range(4))
 
 
-@pytest.mark.parametrize("rule", ["async:1+stream"])
+@pytest.mark.parametrize("rule", ["elastic"])
 def test_real_processes_take_as_long_as_the_simulator_says(tmp_path: Path, rule: str) -> None:
     workload, hosts, run = tmp_path / "tiny.toml", tmp_path / "hosts.txt", tmp_path / "run"
     workload.write_text(WORKLOAD)
