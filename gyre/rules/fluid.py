@@ -18,9 +18,9 @@ import msgspec
 
 from gyre.rules.roles import CellPhase, GroupView, Known, Pace, View
 
-CHUNKS: Final = 4
+CHUNKS: Final = 6
 GRID: Final = 96
-MOMENTS: Final = 24  # per span of the executions' remaining time
+MOMENTS: Final = 32  # per span of the executions' remaining time
 NEVER: Final = 1e12  # seconds
 MOST_MOMENTS: Final = 400
 
@@ -98,6 +98,7 @@ class Fluid:
         self.cells = len(usable)
         self.capacity = max(1.0, sum(c.capacity for c in usable) / max(1, self.cells))
         self.chunks = self._chunked(known.groups)
+        self.per_group = view.rollouts_per_group or max(1.0, view.water_level / max(1, len(known.groups)))
         oldest = max(known.durations_s[-1], known.group_durations_s[-1])
         self.dt = oldest / MOMENTS
 
@@ -117,15 +118,11 @@ class Fluid:
                 piece.append(g)
         return out
 
-    def admit(self, chunks: list[_Chunk], executions: int) -> None:
-        """New groups, in pieces."""
-        if not executions:
-            return
-        per_group = self.view.water_level / max(1, len(self.known.groups))
-        n = self.view.rollouts_per_group or max(1.0, per_group)
-        pieces = 3 if self.known.pace is None else 1
-        for _ in range(pieces):
-            chunks.append(_Chunk(0.0, executions / pieces, executions / n / pieces, self.executions, self.whole))
+    def admit(self, chunks: list[_Chunk], groups: float) -> None:
+        """New groups."""
+        pieces = CHUNKS if self.known.pace is None and not self.view.quota else 1
+        for _ in range(pieces if groups else 0):
+            chunks.append(_Chunk(0.0, groups * self.per_group / pieces, groups / pieces, self.executions, self.whole))
 
     def burst_end(self, plan: Plan, beyond: bool, limit: float = NEVER) -> float:
         """Seconds from now to the end of the burst under `plan`; with `beyond`, to the end of the next one, so that what a plan does
@@ -136,7 +133,7 @@ class Fluid:
         end += v.steps_left * k.update_s + k.publish_s
         if beyond and end < limit:
             needed = v.steps_per_burst * v.groups_per_step
-            self.admit(chunks, v.admitting)
+            self.admit(chunks, v.admitting / self.per_group)
             more, _ = self._run(plan, chunks, needed, max(0.0, ready - v.steps_left * v.groups_per_step), 0.0, 0, limit - end)
             end += more
         return end
@@ -144,6 +141,9 @@ class Fluid:
     def _run(self, plan: Plan, chunks: list[_Chunk], needed: float, ready: float, trained: float, trainers: int, limit: float) -> tuple[float, float]:
         """(seconds until `needed` groups are trained, groups ready then). Chunks are left as they are then."""
         train_s, dt, pace = self.known.train_s, self.dt, self.known.pace
+        fresh = 0.0  # groups that a step took, whose places are not yet taken by new ones
+        step = self.view.groups_per_step
+        took = min(ready, math.ceil(trained / step + 1e-9) * step)
         at_once = max(1, int(dt / max(self.known.to_train_s, 1e-3)))
         now = 0.0
         for _ in range(MOST_MOMENTS):
@@ -162,6 +162,13 @@ class Fluid:
             trained += work
             if trained >= needed - 1e-6:
                 return now + (work * train_s / trainers if trainers else 0.0), ready
+            if self.view.quota:
+                takes = min(ready, (math.floor(trained / step + 1e-9) + 1) * step, needed)
+                fresh, took = fresh + max(0.0, takes - took), max(takes, took)
+                if fresh >= step / 4:
+                    self.admit(chunks, fresh)
+                    unready += fresh
+                    fresh = 0.0
             self._age(chunks, serving, live, pace, dt)
             left = 0.0
             for c in chunks:

@@ -16,12 +16,12 @@ from gyre.rules.fluid import Fluid, Plan
 from gyre.rules.roles import CellPhase, CellView, Decision, Move, Stay, View
 
 PAPER: Final = Plan(((1.0, 0.0),))
-EARLIER: Final = tuple(Plan(((1.0, 0.0), (f, b))) for f, b in ((1.15, 0.5), (1.4, 0.5), (1.4, 1.0), (2.0, 1.0), (2.0, 2.0), (math.inf, 2.0)))
+EARLIER: Final = tuple(Plan(((1.0, 0.0), (f, b))) for f, b in ((1.15, 0.5), (1.4, 1.0), (2.0, 2.0), (math.inf, 2.0)))
 LATER: Final = tuple(Plan(((f, b),)) for f, b in ((0.5, 0.0), (0.75, 0.0), (0.5, 0.5), (0.75, 0.5), (1.0, 0.5), (1.0, 1.5)))
 OTHER: Final = tuple(Plan(((f, b),)) for f, b in ((1.4, 0.0), (2.0, 0.0), (2.0, 0.5), (2.0, 1.5), (math.inf, 0.5), (math.inf, 1.5)))
 SHARED: Final = (*LATER, *EARLIER, *OTHER)
 COLD: Final = Plan(((1.0, 0.5),))  # while the lengths of executions are not known: the paper's rule, when there is work
-MARGIN: Final = 0.002
+MARGIN: Final = 0.003
 ENOUGH: Final = 32  # executions, and groups a quarter of it
 TICKS: Final = 40  # questions per longest execution
 
@@ -41,7 +41,7 @@ def lookahead(view: View) -> Decision:
         return Move(cell.name, CellPhase.TRAIN, "nothing is left to serve")
     fluid = Fluid(view, known)
     needed = view.steps_left * view.groups_per_step
-    beyond = view.ready + len(known.groups) > needed
+    beyond = not view.quota and view.ready + len(known.groups) > needed
     paper = fluid.burst_end(PAPER, beyond)
     best, ends = PAPER, paper * (1 - MARGIN)
     for plan in EARLIER if known.pace is None else SHARED:
@@ -49,15 +49,15 @@ def lookahead(view: View) -> Decision:
         if end < ends:
             best, ends = plan, end
     gain = f"the burst ends in {ends:.0f} s, by the paper's rule in {paper:.0f} s" if best is not PAPER else "the paper's rule ends the burst soonest"
-    decision = _follow(best, view, cell, known.trained, gain)
-    return decision if isinstance(decision, Move) else Stay(decision.reason, None, view.now + known.durations_s[-1] / TICKS)
+    return _follow(best, view, cell, known.trained, gain, view.now + known.durations_s[-1] / TICKS)
 
 
-def _follow(plan: Plan, view: View, cell: CellView, trained: float, why: str) -> Decision:
-    """What a plan says now."""
+def _follow(plan: Plan, view: View, cell: CellView, trained: float, why: str, until: float | None = None) -> Decision:
+    """What a plan says now; when staying, until which water level, or time."""
     remaining = capacity(view, CellPhase.ROLLOUT) - cell.capacity
     waiting = min(view.ready, view.steps_left * view.groups_per_step) - trained
     trainers = sum(c.phase is CellPhase.TRAIN for c in view.cells)
     if plan.turns(view.water_level, remaining, waiting, trainers):
         return Move(cell.name, CellPhase.TRAIN, f"w = {view.water_level}: {why}")
-    return Stay(f"w = {view.water_level}: {why}")
+    level = max((filling * remaining for filling, backlog in plan.terms if waiting >= backlog * (trainers + 1)), default=0.0)
+    return Stay(f"w = {view.water_level}: {why}", int(level) if until else None, until)

@@ -114,6 +114,7 @@ class View(msgspec.Struct, frozen=True):
     steps_per_burst: int
     rollouts_per_group: int = 0  # N; 0 where not known
     admitting: int = 0  # executions that the next publication will admit (boundary dispatch); 0 where not known
+    quota: int = 0  # continuous dispatch: groups that may be admitted and not yet taken by a step; 0 with boundary dispatch
     known: Known | None = None  # `lookahead` asks for it; the other rules do not look
 
 
@@ -129,7 +130,7 @@ class Stay(msgspec.Struct, frozen=True):
     """Turn nothing now.
 
     `above` and `until` spare whoever asks: as long as nothing happens but executions that end, the answer stays while the water level is above
-    `above`, or before `until`. None: it may change at any time. Asking earlier is always right.
+    `above` (if given) and before `until` (if given). Without either it may change at any time. Asking earlier is always right.
     """
 
     reason: str

@@ -278,10 +278,10 @@ class World:
     def _ask(self) -> None:
         """Ask the rule until it says Stay. Events that its moves cause at once do not ask again within."""
         stay = self._stay
-        if stay is not None and stay.above is not None and self.water > stay.above:
-            return
-        if stay is not None and stay.until is not None and self.now < stay.until:
-            return
+        if stay is not None and (stay.above is not None or stay.until is not None):
+            level = stay.above is None or self.water > stay.above
+            if level and (stay.until is None or self.now < stay.until):
+                return
         if self._asking:
             return
         self._asking = True
@@ -312,7 +312,7 @@ class World:
             admitting = admission.admit(self.quota.groups, admitted, self.total_groups - len(self.groups), None) * self.N
         return View(
             self.now, tuple(self.views), self.water, self.burst, self.steps_left, len(self.ready) + len(self.taken), self.B, self.mu,
-            self.N, admitting, self._known() if self._ask_known else None,
+            self.N, admitting, self.quota.groups if s.dispatch == "continuous" else 0, self._known() if self._ask_known else None,
         )  # fmt: skip
 
     def _known(self) -> Known:
