@@ -162,7 +162,7 @@ class Machine:
     ) -> None:  # fmt: skip
         self.processes = {p.name: p for p in processes}
         self.ending: End | None = None
-        self._steps_done = False
+        self.steps_done = False
         self._start_timeout_s, self._silent_s, self._stall_s = start_timeout_s, silent_s, stall_s
         self._progress_at, self._dumped = now, False
         self._effects: list[Effect] = []
@@ -179,7 +179,7 @@ class Machine:
             case Exited(name, code):
                 self._exited(now, self.processes[name], code)
             case StepsDone():
-                self._steps_done = True
+                self.steps_done = True
             case RunFinished():
                 self._end(EXIT_OK, "the run is finished")
             case RunFailed(reason):
@@ -209,7 +209,7 @@ class Machine:
         match p.phase:
             case Phase.STARTING if waited_s > self._start_timeout_s:
                 self._end(EXIT_FAILED, f"gave up after {self._start_timeout_s:.0f} s waiting for the hello of {p.name}", p.name)
-            case Phase.GONE if p.kind in ("train", "sandbox") and not self._steps_done and not p.expected and waited_s > EARLY_S:
+            case Phase.GONE if p.kind in ("train", "sandbox") and not self.steps_done and not p.expected and waited_s > EARLY_S:
                 self._end(EXIT_FAILED, f"{p.name} ended before the run's last step", p.name)
             case Phase.WAITING if waited_s >= self._pause_s(p) and self.ending is None:
                 p.phase, p.since, p.heard_at, p.silent = Phase.STARTING, now, now, False

@@ -227,7 +227,8 @@ class Coordinator:
                 case m.Missing(name, reason):
                     log.warning("%s %s", name, reason)
                     if self.plans[name].cell:
-                        self._feed_roles(r.Lost(name, reason))
+                        over = self.machine.steps_done and self.plans[name].kind == "train"  # silent because it ends
+                        self._feed_roles(r.Done(name) if over else r.Lost(name, reason))
                 case m.GiveUp(name):
                     log.warning("%s is given up after %d deaths in a row", name, self.machine.processes[name].deaths)
                     if self.plans[name].cell:

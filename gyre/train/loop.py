@@ -45,6 +45,7 @@ from gyre.wire.messages import Manifest, Member
 
 log = logging.getLogger(__name__)
 
+_LOOK_S: Final = 0.2  # how often a wait for engines looks whether the cell is to roll out itself
 _GRACE_S: Final = 10.0  # for an update under way when the process is told to stop
 
 
@@ -90,8 +91,7 @@ class Loop:
             self._duty.phase("training")
         while self.step < self._total_steps:
             await self._one_step(self.step + 1)
-        if self._announcement is not None:
-            await self._announcement
+        await self._announced()
 
     async def _one_step(self, step: int) -> None:
         self._exchange.opened(self._version)
@@ -224,12 +224,26 @@ class Loop:
     async def _publish(self) -> None:
         """Lend the weights; the rest goes on beside the next step. The publication before must have ended."""
         with self._watch.phase("publish"):
-            if self._announcement is not None:
-                await self._announcement
+            await self._announced()
             version = self._version
             await self._publisher.lend(version)
             self._published = self.step
             self._announcement = self._spawn(self._announce(version))
+
+    async def _announced(self) -> None:
+        """Wait for the publication before. It may be this very cell's engine that it waits for: told to roll out, the cell rests meanwhile."""
+        resting = False
+        while self._announcement is not None and not self._announcement.done():
+            if resting is self._duty.trains:
+                resting = not resting
+                await self._compute(self._learner.sleep if resting else self._learner.wake)
+                self._duty.phase("idle" if resting else "training")
+            await asyncio.wait([self._announcement], timeout=_LOOK_S)
+        if resting and self._duty.trains:
+            await self._compute(self._learner.wake)
+            self._duty.phase("training")
+        if self._announcement is not None:
+            self._announcement.result()
 
     async def _announce(self, version: Version) -> None:
         started = self._now()

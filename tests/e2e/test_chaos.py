@@ -53,7 +53,7 @@ def monkey(run: Run, rng: random.Random, coord: subprocess.Popen[str]) -> list[s
 def test_chaos(run: Run) -> None:
     seed = int(os.environ.get("GYRE_SEED") or random.SystemRandom().randrange(10**6))
     print(f"seed {seed}: GYRE_SEED={seed} repeats the monkey's deeds")
-    run.script(RIGHT, WRONG, delay_s=0.06)
+    run.script(RIGHT, WRONG, delay_s=0.12)
     (run.folder / "hosts.txt").write_text(HOSTS)
     text = run.config.read_text().replace("[rollout]", "[rollout]\nslots = 6").replace("[net]", "[net]\nengine_timeout_s = 4")
     run.config.write_text(text)

@@ -46,3 +46,23 @@ def test_elastic(run: Run) -> None:
     assert all(r["rule"] == "elastic" for r in turns) and not [r for r in turns if r["phase"] == "lost"]
     for t in run.dump():
         assert all(v is None or v >= t["version_at_dispatch"] for v in t["versions"])  # type: ignore[attr-defined]
+
+
+def test_one_cell_does_both(run: Run) -> None:
+    """It trains when nothing is left to serve, and serves again before the last publication can be acknowledged."""
+    elastic(run, "buffer localhost\nsandbox localhost name=box slots=8\ncell localhost name=a\n", delay_s=0.0)
+    done = run.coord("--steps", "3")
+    assert done.returncode == 0, done.stderr[-6000:]
+    check_complete(run, 3)
+    assert [r["phase"] for r in roles(run)].count("train") >= 2
+
+
+def test_colocate(run: Run) -> None:
+    """All cells turn together; calls wait meanwhile, and none is given up."""
+    elastic(run, "buffer localhost\nsandbox localhost name=box slots=8\ncell localhost name=a\ncell localhost name=b\n", delay_s=0.0)
+    done = run.coord("--steps", "3", "--rule", "colocate")
+    assert done.returncode == 0, done.stderr[-6000:]
+    check_complete(run, 3)
+    for cell in "ab":
+        assert [r["phase"] for r in roles(run) if r["cell"] == cell].count("train") >= 2
+    assert not [e for e in run.dump("--kind", "events") if e["kind"] == "reissued"]
