@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import faulthandler
+import gc
 import importlib.metadata
 import json
 import logging
