@@ -137,5 +137,5 @@ class PacedEngine(ThreadedEngine[PacedRow]):
 def open_paced(config: Config) -> PacedEngine:
     """The engine of a configuration. Raises `UsageError`."""
     pace = open_pace(config.run.workload, config.run.compress)
-    limits = {"context": config.rollout.context, "slots": config.rollout.slots, "queue": config.rollout.queue}
+    limits = {"context": config.rollout.context, "slots": config.rollout.slots * pace.soft, "queue": config.rollout.queue}
     return PacedEngine(pace.token_s, **limits, to_train_s=pace.to_train_s, to_rollout_s=pace.to_rollout_s)

@@ -38,6 +38,7 @@ class Pace:
     def __init__(self, w: Workload, compress: float) -> None:
         self._workload, self._compress = w.workload, compress
         system = w.system
+        self.soft = system.cells if w.workload.model == "shared" else 1  # an engine takes so many times what the rules call its capacity
         self.to_train_s = system.to_train_s / compress
         self.to_rollout_s = system.to_rollout_s / compress
         self.update_s = system.update_s / compress

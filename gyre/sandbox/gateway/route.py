@@ -6,7 +6,7 @@ Invariants
 - A request of a lost engine (another incarnation answers, or none within `engine_timeout_s`) is retried elsewhere from the tokens already had.
 - Every wait is bounded by the call's deadline, or by `patience_s` without any engine that could serve it, and the error names what was waited for.
   Engines that a route table says are closed are asleep by order, not lost: with no other in it, a call waits as long as its own deadline allows.
-- Of engines that could serve alike, a call goes to the one that will stay longest.
+- A call goes to the least loaded engine; one that an engine gave back, of those about as loaded, to the one that will stay longest.
 
 Which engines there are, and which are open, says the coordinator's route table; before the first one, and without a coordinator, it is the addresses
 that this process was given. Routes are advice: an engine alone decides what it admits.
@@ -330,8 +330,8 @@ class Router:
             request.cancel()
 
     async def _choose(self, wanted: Version, job: Job, *, returned: bool = False) -> Engine | None:
-        """The engine that serves this version, has room and is little loaded, or of several such the one that will stay longest; waits in line until
-        there is one. None: the job was aborted meanwhile."""
+        """The engine that serves this version and is least loaded; for a call given back (`returned`), of those alike the one that will stay longest.
+        Waits in line until there is one with room. None: the job was aborted meanwhile."""
         started = time.monotonic()
         async with self._lines.turn(wanted, job.aborted, job.deadline, returned=returned) as line:
             while not job.aborted.done():
@@ -341,7 +341,7 @@ class Router:
                 ready = [e for e in ready if e.open] or ready  # closed, they are asked only for want of another
                 ready = [e for e in ready if e.roomy] or [e for e in ready if not e.tells_slots]
                 if ready:
-                    return min(ready, key=lambda e: (int(e.load / _ALIKE), -e.rank, e.in_flight))
+                    return min(ready, key=lambda e: (int(e.load / _ALIKE) if returned else e.load, -e.rank, e.in_flight))
                 asleep = self._epoch is not None and not any(e.open for e in self.engines)
                 if able or asleep:
                     line.able_at = now
