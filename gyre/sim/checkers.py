@@ -1,8 +1,8 @@
 """What must hold of a simulated run, looked at in its trace alone. Shares no code with the rules or the world: it counts again, in its own way.
 
 `check` raises `Violation`, which names the instant and the law. The trace's entries are (seconds, kind, …):
-admit(group, version) end(execution) ready(group) take(group, steps) micro(cell, group, since) void(cell, group) commit(step, groups) publish(burst, version)
-role(cell, from, to, burst).
+admit(group, version) end(execution) ready(group) take(group, steps) micro(cell, group, since) void(cell, group) commit(step, groups)
+publish(burst, version) role(cell, from, to, burst).
 """
 
 from __future__ import annotations
