@@ -19,7 +19,7 @@ from gyre.buffer.effects import Effect, Input, Log, Now, Received, Tick
 from gyre.buffer.queries import TaskSet
 from gyre.buffer.state import State
 from gyre.config import Config
-from gyre.types import UNFINISHED, MicroStepState, RolloutState, Version
+from gyre.types import UNFINISHED, RolloutState, Version
 from gyre.wire.messages import (
     Accumulated,
     Ack,
@@ -170,11 +170,6 @@ class Machine:
         """Grows whenever `counters` may have changed."""
         return self.state.revision
 
-    def _trained(self) -> float:
-        micro_steps = self.state.micro_steps.values()
-        done = sum(len(m.items) for m in micro_steps if m.state is MicroStepState.ACCUMULATED)
-        return len(self.state.taken) * done / total if (total := sum(len(m.items) for m in micro_steps) + len(self.state.pending)) else 0.0
-
     def counters(self, message_id: str = "", cause: str = "") -> Counters:
         """The snapshot. The states add up to the executions admitted: a bug otherwise."""
         s = self.state
@@ -191,7 +186,6 @@ class Machine:
             published=s.published or Version(0, 0),
             term=s.meta.term,
             groups_open=len(s.open) + len(s.ready),
-            trained_groups=self._trained(),
             eval_outstanding=s.eval_outstanding,
             finished=s.finished,
             failure=s.failure,

@@ -1,132 +1,108 @@
-"""From the run's events to what `lookahead` is shown beside the counters: how old the executions in flight are, how long others lasted, and what
-training, moves, updates and publications cost. Pure: events and wall-clock seconds in, `Known` out.
+"""What `lookahead` wants to know beside the counters, gathered from the run's events as they come. Pure.
 
-An execution's age is the time since it was leased: where it waited for an engine, that counts too. Costs are means over what was measured, so there
-is nothing to show before the first step is committed. Nothing of it is kept: a coordinator that starts again sees only what is admitted from then on,
-and shows nothing until it has seen every group that is out.
+Ages are seconds since the lease: that executions slow each other is not known here (`Known.pace` is None). Costs are means of the last few
+measurements; before a step has been measured nothing is known, and the rule does as `elastic` does.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+import bisect
+from collections import deque
+from collections.abc import Iterable
 from typing import Any, Final
 
-from gyre.rules.roles import GroupView, Known
+from gyre.rules.roles import CellPhase, GroupView, Known
 
-KEPT: Final = 2000  # durations, the newest
-
-
-class _Mean:
-    def __init__(self) -> None:
-        self.n, self.total = 0, 0.0
-
-    def add(self, seconds: float) -> None:
-        self.n += 1
-        self.total += seconds
-
-    @property
-    def value(self) -> float:
-        return self.total / self.n if self.n else 0.0
+DURATIONS_KEPT: Final = 2048
+COSTS_KEPT: Final = 8
 
 
-class _Ages:
-    """The newest `KEPT` durations, sorted."""
+class Lengths:
+    """The last so many durations, also sorted."""
 
     def __init__(self) -> None:
-        self._order: list[float] = []
+        self._order: deque[float] = deque()
         self.sorted: list[float] = []
 
     def add(self, seconds: float) -> None:
         self._order.append(seconds)
-        insort(self.sorted, seconds)
-        if len(self._order) > KEPT:
-            self.sorted.remove(self._order.pop(0))
-
-
-class _Group:
-    def __init__(self, n: int) -> None:
-        self.waiting = n  # not leased yet
-        self.leased: dict[str, float] = {}  # in flight: when each was leased
-        self.longest = 0.0
+        bisect.insort(self.sorted, seconds)
+        if len(self._order) > DURATIONS_KEPT:
+            self.sorted.pop(bisect.bisect_left(self.sorted, self._order.popleft()))
 
 
 class Knowledge:
-    """Fed with every event of the run's log."""
+    """Takes events in; `now` is the coordinator's clock at both `take` and `known`."""
 
-    def __init__(self) -> None:
-        self._groups: dict[str, _Group] = {}
-        self._executions, self._whole = _Ages(), _Ages()
-        self._train, self._to_train, self._update, self._publish = _Mean(), _Mean(), _Mean(), _Mean()
-        self._core = ""
+    def __init__(self, groups_per_step: int) -> None:
+        self._b = groups_per_step
+        self._groups: dict[str, dict[str, float | None]] = {}  # group → unfinished rollout → leased at
+        self._longest: dict[str, float] = {}
+        self._durations, self._group_durations = Lengths(), Lengths()
+        self._costs = {name: deque[float](maxlen=COSTS_KEPT) for name in ("train", "to_train", "update", "publish")}
         self._turning: dict[str, float] = {}
+        self._cells = 1  # that took part in the last reduction
 
-    def hear(self, kind: str, at: float, f: dict[str, Any]) -> None:
-        """One event: its kind, wall-clock time and fields."""
+    def take(self, now: float, kind: str, fields: dict[str, Any]) -> None:
         match kind:
             case "admitted":
-                self._groups[f["group"]] = _Group(f["rollouts"])
+                group = fields["group"]
+                self._groups[group] = {f"{group}.{i}": None for i in range(fields["rollouts"])}
             case "leased":
-                for rollout in f["rollouts"]:
-                    self._leased(rollout, at)
+                self._start(fields["rollouts"], now)
             case "reissued":
-                group = self._groups.get(f["rollout"].rpartition(".")[0])
-                if group is not None and group.leased.pop(f["rollout"], None) is not None:
-                    group.waiting += 1
+                self._start([fields["rollout"]], None)
             case "rollout_ended":
-                self._ended(f["rollout"], f["group"], at)
-            case "group_ready" | "group_discarded":
-                self._groups.pop(f["group"], None)
-            case "term":
-                self._core = f["cell"]
+                self._ended(now, fields["group"], fields["rollout"], discarded=fields["state"] == "discarded")
+            case "group_discarded":
+                self._groups.pop(fields["group"], None)
+                self._longest.pop(fields["group"], None)
+            case "reduced":
+                self._cells = len(fields["cells"])
             case "step":
-                self._step(f)
-            case "update" | "reduced" | "broadcast":
-                self._update.total += f["seconds"]  # a step has one of each at most; counted at the step
+                if (seconds := fields.get("metrics", {}).get("seconds_compute")) is not None:
+                    self._costs["train"].append(seconds * self._cells / self._b)
+                self._cells = 1
+            case "update":
+                self._costs["update"].append(fields["seconds"])
             case "publication":
-                if f["step"]:  # the first one waits for whatever starts
-                    self._publish.add(f["seconds"])
-            case "role" if f["phase"] == "to_train":
-                self._turning[f["cell"]] = at
-            case "role" if f["phase"] == "train" and f["cell"] in self._turning:
-                self._to_train.add(at - self._turning.pop(f["cell"]))
+                self._costs["publish"].append(fields["seconds"])
+            case "role" if fields["phase"] == CellPhase.TO_TRAIN:
+                self._turning[fields["cell"]] = now
+            case "role":
+                began = self._turning.pop(fields["cell"], None)
+                if began is not None and fields["phase"] == CellPhase.TRAIN:
+                    self._costs["to_train"].append(now - began)
             case _:
                 pass
 
-    def _leased(self, rollout: str, at: float) -> None:
-        group = self._groups.get(rollout.rpartition(".")[0])
-        if group is not None and rollout not in group.leased:
-            group.waiting -= 1
-            group.leased[rollout] = at
+    def _start(self, rollouts: Iterable[str], at: float | None) -> None:
+        for rollout in rollouts:
+            members = self._groups.get(rollout.rpartition(".")[0])
+            if members is not None and rollout in members:
+                members[rollout] = at
 
-    def _ended(self, rollout: str, group_id: str, at: float) -> None:
-        group = self._groups.get(group_id)
-        since = group.leased.pop(rollout, None) if group is not None else None
-        if group is None or since is None:
+    def _ended(self, now: float, group: str, rollout: str, *, discarded: bool) -> None:
+        members = self._groups.get(group)
+        if members is None or rollout not in members:
             return
-        self._executions.add(at - since)
-        group.longest = max(group.longest, at - since)
-        if not group.leased and not group.waiting:
-            self._whole.add(group.longest)
+        leased_at = members.pop(rollout)
+        if leased_at is not None and not discarded:
+            self._durations.add(now - leased_at)
+            self._longest[group] = max(self._longest.get(group, 0.0), now - leased_at)
+        if not members:
+            del self._groups[group]
+            if (longest := self._longest.pop(group, None)) is not None:
+                self._group_durations.add(longest)
 
-    def _step(self, f: dict[str, Any]) -> None:
-        """What one cell needs for one group, from what the core measured of its own micro-steps."""
-        self._update.n += 1
-        own = sum(len(e["micro_steps"]) for e in f["entries"] if e["cell"] == self._core)
-        seconds, groups = f["metrics"].get("seconds_compute"), f["stats"]["groups"]
-        if own and seconds and groups:
-            self._train.add(seconds / own * f["micro_steps"] / groups)
-
-    def known(self, now: float, groups_open: int, trained: float) -> Known | None:
-        """What is known at `now`; None while something that is out has not been seen, or a cost not been measured. `groups_open`: those whose
-        executions are out; `trained`: groups of the open step whose training is done."""
-        out = [g for g in self._groups.values() if g.leased or g.waiting]
-        if len(out) < groups_open or not self._train.n:
+    def known(self, now: float) -> Known | None:
+        """None before the first step with a gradient."""
+        views = [
+            GroupView(len(members), sum(0.0 if at is None else now - at for at in members.values()) / len(members))
+            for members in self._groups.values()
+            if members
+        ]
+        train, to_train, update, publish = (sum(c) / len(c) if c else 0.0 for c in self._costs.values())
+        if train <= 0:
             return None
-        views = []
-        for g in out:
-            n = len(g.leased) + g.waiting
-            views.append(GroupView(n, sum(now - t for t in g.leased.values()) / n))
-        return Known(
-            tuple(views), tuple(self._executions.sorted), tuple(self._whole.sorted), self._train.value, self._to_train.value, self._update.value,
-            self._publish.value, trained,
-        )  # fmt: skip
+        return Known(tuple(views), tuple(self._durations.sorted), tuple(self._group_durations.sorted), train, to_train, update, publish)

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
+from gyre.coord.cells import Cell
 from gyre.coord.hosts import Kind, Line
-from gyre.coord.roles import Cell
 from gyre.errors import UsageError
 from gyre.net.endpoints import endpoint
 from gyre.rules.named import RuleName, parse_rule

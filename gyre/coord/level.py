@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from gyre.config import System
-from gyre.coord.roles import Level
+from gyre.coord.cells import Level
 from gyre.rules import admission
-from gyre.rules.roles import Known
 from gyre.wire.messages import Counters
 
 
-def level(c: Counters, system: System, known: Known | None = None) -> Level:
+def level(c: Counters, system: System) -> Level:
     """`steps_left` is 0 from a burst's last commit to its publication, and while a core that took over has not published yet."""
     ends_at = min(c.published.step + system.steps_per_burst, c.total_steps)
     left = max(0, ends_at - c.step) if c.publications and c.published.term == c.term else 0
     return Level(
-        water_level=c.water_level, burst=c.publications, steps_left=left, ready=c.ready_groups + c.taken_groups, admitting=_admitting(c, system),
-        known=known,
+        water_level=c.water_level, burst=c.publications, steps_left=left, ready=c.ready_groups + c.taken_groups, admitting=_admitting(c, system)
     )  # fmt: skip
 
 

@@ -14,131 +14,35 @@ Not here: starting and stopping processes (machine.py), sockets (shell.py), the 
 
 from __future__ import annotations
 
-from typing import Any, Final, assert_never
+from collections.abc import Callable
+from typing import Final, assert_never
 
 import msgspec
 
+from gyre.coord.cells import (
+    Cell,
+    Complain,
+    Counted,
+    Done,
+    Effect,
+    Event,
+    GivenUp,
+    Heard,
+    Joined,
+    Level,
+    Lost,
+    Report,
+    Retire,
+    Retired,
+    SendRole,
+    SendRoutes,
+    Tick,
+)
 from gyre.rules.roles import CellEvent, CellPhase, CellView, Known, Move, Rule, Stay, View, turned
 from gyre.wire.messages import Route
 
 REPEAT_S: Final = 1.0
 _MOVES_AT_ONCE: Final = 64
-
-
-class Cell(msgspec.Struct, kw_only=True):
-    """A cell of hosts.txt. Without a trainer or an engine it is fixed in the other's role."""
-
-    name: str
-    trainer: str | None  # names of its processes
-    engine: str | None
-    core_address: str = ""  # where its trainer listens
-    address: str = ""  # where its engine does
-    capacity: int = 1
-    phase: CellPhase = CellPhase.TO_ROLLOUT
-    burst: int = -1
-    epoch: int = 0
-    since: float = 0.0  # of the phase, or of the last complaint
-
-    @property
-    def fixed(self) -> bool:
-        return self.trainer is None or self.engine is None
-
-    @property
-    def parts(self) -> list[str]:
-        return [p for p in (self.trainer, self.engine) if p is not None]
-
-
-class Level(msgspec.Struct, frozen=True):
-    """What the buffer's counters say; the fields are `View`'s."""
-
-    water_level: int
-    burst: int
-    steps_left: int
-    ready: int
-    admitting: int = 0
-    known: Known | None = None
-
-
-# events
-class Heard(msgspec.Struct, frozen=True):
-    """A status of a cell's process."""
-
-    name: str
-    role: str
-    epoch: int
-
-
-class Lost(msgspec.Struct, frozen=True):
-    name: str
-    reason: str
-
-
-class Done(msgspec.Struct, frozen=True):
-    """A trainer ended because the run's steps are done."""
-
-    name: str
-
-
-class GivenUp(msgspec.Struct, frozen=True):
-    """This process will not be started again."""
-
-    name: str
-
-
-class Counted(msgspec.Struct, frozen=True):
-    level: Level
-
-
-class Joined(msgspec.Struct, frozen=True):
-    """A cell was added to the hosts file."""
-
-    cell: Cell
-
-
-class Retired(msgspec.Struct, frozen=True):
-    """A cell was taken out of the hosts file: it gives its requests back, and its processes can be stopped."""
-
-    cell: str
-
-
-class Tick(msgspec.Struct, frozen=True):
-    pass
-
-
-Event = Heard | Lost | Done | GivenUp | Counted | Joined | Retired | Tick
-
-
-# effects
-class SendRole(msgspec.Struct, frozen=True):
-    name: str
-    role: str
-    epoch: int
-    core: str
-    core_cell: str
-
-
-class SendRoutes(msgspec.Struct, frozen=True):
-    epoch: int
-    engines: tuple[Route, ...]
-
-
-class Report(msgspec.Struct, frozen=True):
-    """An event `role` for the run's log."""
-
-    fields: dict[str, Any]
-
-
-class Complain(msgspec.Struct, frozen=True):
-    text: str
-
-
-class Retire(msgspec.Struct, frozen=True):
-    """Nothing is in flight at these processes any more."""
-
-    names: tuple[str, ...]
-
-
-Effect = SendRole | SendRoutes | Report | Complain | Retire
 
 
 class _Part(msgspec.Struct):
@@ -156,19 +60,20 @@ class Roles:
 
     def __init__(
         self, cells: list[Cell], rule: Rule, *, rule_name: str, now: float, groups_per_step: int, steps_per_burst: int,
-        deadline_s: float, epoch: int = 0,
+        deadline_s: float, epoch: int = 0, rollouts_per_group: int = 0, known: Callable[[float], Known | None] | None = None,
     ) -> None:  # fmt: skip
         self.cells = {c.name: c for c in cells}
         self.core = next((c.name for c in cells if c.trainer is not None), "")
         self.level: Level | None = None
         self.ending = False
         self._rule, self._rule_name = rule, rule_name
-        self._b, self._mu, self._deadline_s = groups_per_step, steps_per_burst, deadline_s
+        self._b, self._n, self._mu, self._deadline_s = groups_per_step, rollouts_per_group, steps_per_burst, deadline_s
+        self._known = known
         self._epoch = epoch
         self._parts = {p: _Part() for c in cells for p in c.parts}
         self._of = {p: c for c in cells for p in c.parts}
         self._leaving: set[str] = set()
-        self._stay: tuple[tuple[object, ...], Stay | None] = ((), None)
+        self._stay: tuple[Stay, tuple[object, ...]] | None = None
         self._routes: tuple[Route, ...] | None = None
         self._effects: list[Effect] = []
         for c in cells:
@@ -217,7 +122,8 @@ class Roles:
         return View(
             now=now, cells=tuple(CellView(c.name, c.phase, c.capacity, c.burst, c.fixed) for c in cells),
             water_level=level.water_level, burst=level.burst, steps_left=level.steps_left, ready=level.ready,
-            groups_per_step=self._b, steps_per_burst=self._mu, admitting=level.admitting, known=level.known,
+            groups_per_step=self._b, steps_per_burst=self._mu, rollouts_per_group=self._n, admitting=level.admitting,
+            known=self._known(now) if self._known is not None else None,
         )  # fmt: skip
 
     def waits(self) -> list[str]:
@@ -353,24 +259,29 @@ class Roles:
                 return
             decision = self._rule(view)
             if not isinstance(decision, Move):
-                self._stay = _fixed(view), decision
+                self._stay = decision, self._situation(view)
                 return
             event = CellEvent.ORDER_TRAIN if decision.to is CellPhase.TRAIN else CellEvent.ORDER_ROLLOUT
             self._turn(now, self.cells[decision.cell], event, decision.reason)
 
+    @staticmethod
+    def _situation(view: View) -> tuple[object, ...]:
+        """All that is not changed by executions that end."""
+        return view.burst, view.steps_left, view.admitting, tuple((c.name, c.phase) for c in view.cells)
+
     def _stays(self, view: View) -> bool:
-        """Would the rule say again what it said last? It tells how long, as long as nothing happens but executions that end."""
-        fixed, stay = self._stay
-        if stay is None or fixed != _fixed(view):
+        """Does the last answer still stand, as far as it says so itself?"""
+        if self._stay is None or self._stay[1] != self._situation(view):
             return False
+        stay = self._stay[0]
         return (stay.above is not None and view.water_level > stay.above) or (stay.until is not None and view.now < stay.until)
 
     def _wanted(self, cell: Cell) -> list[tuple[str, str, str]]:
         """What is still to be said and heard now: (process, role to tell it, role that it must report). In the order of a turn."""
-        if cell.phase is CellPhase.LOST:
-            return []
         if cell.name in self._leaving:
             found = [(cell.trainer, "rollout", "idle"), (cell.engine, "train", "asleep")]
+        elif cell.phase is CellPhase.LOST:
+            return []
         elif cell.phase in (CellPhase.TO_TRAIN, CellPhase.TRAIN):
             found = [(cell.engine, "train", "asleep")]
             if self._out(cell.engine, cell, "asleep"):
@@ -405,8 +316,3 @@ class Roles:
 
     def _rolls(self, cell: Cell) -> bool:
         return cell.name not in self._leaving and cell.phase not in (CellPhase.TO_TRAIN, CellPhase.TRAIN)
-
-
-def _fixed(view: View) -> tuple[object, ...]:
-    """What of a view changes by more than executions that end and time that passes."""
-    return view.cells, view.burst, view.steps_left, view.ready, view.admitting

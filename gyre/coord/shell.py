@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TextIO, assert_never
 
@@ -24,16 +25,17 @@ from rich.console import Console
 from rich.live import Live
 
 from gyre.cli import Setup
+from gyre.coord import cells as r
 from gyre.coord import machine as m
-from gyre.coord import roles as r
 from gyre.coord.known import Knowledge
 from gyre.coord.launch import Plan, cells, start
 from gyre.coord.level import level
+from gyre.coord.roles import Roles
 from gyre.errors import DeadlineExceeded, GyreError
 from gyre.net.sockets import Client, Peer, Server, mint
 from gyre.report.figures import plain
 from gyre.report.live import RunView
-from gyre.rules.named import make_rule
+from gyre.rules.named import make_rule, parse_rule
 from gyre.wire.codec import Arrays
 from gyre.wire.messages import Ack, Counters, Events, FromBuffer, Message, Note, Routes, SetRole, Stop, Subscribe, ToCoord, WorkerStatus
 
@@ -42,14 +44,17 @@ log = logging.getLogger(__name__)
 _TICK_S: Final = 0.2
 _DRAW_S: Final = 1.0
 _LOG_TAIL_LINES: Final = 40
+PID: Final = "coord.pid"  # in the run directory, for --reload
 _SUBSCRIBE_S: Final = 2.0  # a buffer that was started again knows no subscribers
 
 
 class Coordinator:
     """One run from launch to the last exit."""
 
-    def __init__(self, setup: Setup, plans: list[Plan], bind: str, rule: str = "async") -> None:
-        """`rule` as `gyre.rules.named` reads it. Raises `UsageError`."""
+    def __init__(
+        self, setup: Setup, plans: list[Plan], bind: str, rule: str = "async", reread: Callable[[], list[Plan]] | None = None
+    ) -> None:  # fmt: skip
+        """`rule` as `gyre.rules.named` reads it; `reread` gives the plans of the hosts file as it is now, for SIGHUP. Raises `UsageError`."""
         config = setup.config
         self.setup = setup
         self.plans = {p.name: p for p in plans}
@@ -63,13 +68,15 @@ class Coordinator:
             [m.Process(name=p.name, kind=p.kind) for p in plans], now=time.monotonic(), start_timeout_s=config.run.start_timeout_s,
             silent_s=config.net.engine_timeout_s, stall_s=config.run.stall_s,
         )  # fmt: skip
-        self.roles = r.Roles(
+        self.knowledge = Knowledge(config.system.groups_per_step) if parse_rule(rule).kind == "lookahead" else None
+        self.roles = Roles(
             cells(plans), make_rule(rule), rule_name=rule, now=time.monotonic(), groups_per_step=config.system.groups_per_step,
             steps_per_burst=config.system.steps_per_burst, deadline_s=config.run.start_timeout_s,
             epoch=int(time.time()),  # above those of a coordinator before this one
+            rollouts_per_group=config.system.rollouts_per_group, known=self.knowledge.known if self.knowledge is not None else None,
         )  # fmt: skip
-        self.knowledge = Knowledge()
         self.routes: r.SendRoutes | None = None
+        self._reread = reread
         self._buffer: Client | None = None
         self._notes: set[asyncio.Task[None]] = set()
         self._progress: tuple[object, ...] = ()
@@ -81,6 +88,8 @@ class Coordinator:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        (self.setup.run_dir / PID).write_text(f"{os.getpid()}\n")
         serving = asyncio.create_task(self.server.serve(self._on_worker))
         try:
             for plan in self.plans.values():
@@ -102,6 +111,7 @@ class Coordinator:
                 if child.poll() is None:
                     child.kill()
             self.server.close()
+            (self.setup.run_dir / PID).unlink(missing_ok=True)
         assert self.end is not None
         return self.end
 
@@ -178,7 +188,8 @@ class Coordinator:
         elif isinstance(message, Events):
             for text in message.lines:
                 event = json.loads(text)
-                self.knowledge.hear(event["kind"], event["t_wall"], event["fields"])
+                if self.knowledge is not None:
+                    self.knowledge.take(time.monotonic(), event["kind"], event["fields"])
                 line = self.view.event(event["kind"], event["fields"])
                 if line and not sys.stderr.isatty():
                     click.echo(line, err=True)
@@ -195,8 +206,7 @@ class Coordinator:
             self._feed(m.RunFailed(c.failure))
         elif c.finished and self._core_gone():
             self._feed(m.RunFinished())
-        known = self.knowledge.known(time.time(), c.groups_open - c.ready_groups, c.trained_groups)
-        self._feed_roles(r.Counted(level(c, self.setup.config.system, known)))
+        self._feed_roles(r.Counted(level(c, self.setup.config.system)))
 
     def _core_gone(self) -> bool:
         """The last step is saved, or will never be."""
@@ -211,6 +221,32 @@ class Coordinator:
             os._exit(128 + number)
         click.echo("stopping in order; once more to stop at once", err=True)
         self._feed(m.StopAsked(128 + number))
+
+    def _reload(self) -> None:
+        """Take up the hosts file as it is now: start what is new in it, let go what is not in it any more. What it says of others changes nothing."""
+        try:
+            plans = {p.name: p for p in (self._reread() if self._reread is not None else self.plans.values())}
+        except GyreError as e:
+            log.warning("the hosts file is not taken up: %s", e)
+            return
+        here = {name for name, p in self.machine.processes.items() if not p.expected}
+        core = self.roles.cells.get(self.roles.core)
+        kept = {core.trainer if core is not None else None} | {p.name for p in self.plans.values() if p.kind == "buffer"}
+        if missing := sorted(name for name in here - plans.keys() if name in kept):
+            log.warning("the hosts file is not taken up: it lacks %s, without which the run cannot go on", missing[0])
+            return
+        new = [p for p in plans.values() if p.name not in here]
+        log.info("hosts file: %d processes more, %d fewer", len(new), len(here - plans.keys()))
+        for plan in new:
+            self.plans[plan.name] = plan
+            self._feed(m.Added(m.Process(name=plan.name, kind=plan.kind)))
+        for cell in cells(new):
+            self._feed_roles(r.Joined(cell))
+        for name in here - plans.keys():
+            if not (cell_name := self.plans[name].cell):
+                self._feed(m.Removed(name))
+            elif cell_name in self.roles.cells:
+                self._feed_roles(r.Retired(cell_name))
 
     def _feed(self, event: m.Event) -> None:
         for effect in self.machine.handle(time.monotonic(), event):

@@ -339,7 +339,6 @@ class Counters(Message, frozen=True, kw_only=True):
     failure: str = ""  # not "": the run cannot go on, and why
     ready_groups: int = 0  # complete and not yet taken by a step
     taken_groups: int = 0  # of the open step
-    trained_groups: float = 0.0  # of those: how many are accumulated, by trajectories
     publications: int = 0  # so far, the first included
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from gyre.coord.roles import (
-    REPEAT_S,
+from gyre.coord.cells import (
     Cell,
     Complain,
     Counted,
@@ -22,11 +21,11 @@ from gyre.coord.roles import (
     Report,
     Retire,
     Retired,
-    Roles,
     SendRole,
     SendRoutes,
     Tick,
 )  # fmt: skip
+from gyre.coord.roles import REPEAT_S, Roles
 from gyre.rules.named import make_rule
 from gyre.rules.roles import CellPhase
 from gyre.wire.messages import Route

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
-from whole_run import RIGHT, WRONG, Run, step_groups
+from whole_run import DEADLINE_S, RIGHT, WRONG, Run, step_groups
 
 THREE = "buffer localhost\nsandbox localhost name=box slots=8\ncell localhost name=a\ncell localhost name=b\ncell localhost name=c\n"
 
@@ -66,3 +67,29 @@ def test_colocate(run: Run) -> None:
     for cell in "ab":
         assert [r["phase"] for r in roles(run) if r["cell"] == cell].count("train") >= 2
     assert not [e for e in run.dump("--kind", "events") if e["kind"] == "reissued"]
+
+
+def test_a_cell_is_added_and_one_is_taken_out_while_the_run_goes_on(run: Run) -> None:
+    """Pains 31: gyre-coord --reload; the new cell serves, the old one gives its requests back and its processes end."""
+    two = THREE.replace("cell localhost name=c\n", "")
+    elastic(run, two, delay_s=0.05)
+    hosts = run.folder / "hosts.txt"
+    coord = subprocess.Popen(run.argv("coord", "--cells", str(hosts), "--steps", "12"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def serving(cell: str) -> bool:
+        assert coord.poll() is None, coord.communicate()[1][-5000:]
+        return (run.dir / "events.jsonl").exists() and any(r["cell"] == cell and r["phase"] == "rollout" for r in roles(run))
+
+    run.until(lambda: serving("a") and serving("b"), "the first two cells")
+    hosts.write_text(THREE)
+    assert subprocess.run(run.argv("coord", "--reload"), timeout=DEADLINE_S, check=False).returncode == 0
+    run.until(lambda: serving("c"), "the third cell")
+    hosts.write_text(THREE.replace("cell localhost name=b\n", ""))
+    assert subprocess.run(run.argv("coord", "--reload"), timeout=DEADLINE_S, check=False).returncode == 0
+    run.until(lambda: not [p for p in run.left_behind() if "--cell b " in p], "the end of cell b")
+    _, err = coord.communicate(timeout=DEADLINE_S)
+    assert coord.returncode == 0, err[-5000:]
+    check_complete(run, 12)
+    assert {c for r in run.dump("--kind", "rollouts") for c in r["cells"]} == {"a", "b", "c"}  # type: ignore[attr-defined]
+    late = subprocess.run(run.argv("coord", "--reload"), capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert late.returncode == 2 and "has no running coordinator" in late.stderr
