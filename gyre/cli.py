@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import faulthandler
+import gc
 import importlib.metadata
 import json
 import logging
@@ -238,6 +239,8 @@ def work(kind: str, options: dict[str, Any], flags: dict[str, Any], body: Callab
                 await body(s, worker)
             return worker.exit_code
 
-        return asyncio.run(main())
+        code = asyncio.run(main())
+        gc.freeze()  # the interpreter looks through all objects at its end: with torch loaded, most of a second for nothing
+        return code
 
     guarded(run)

@@ -53,6 +53,10 @@ def open_engine(config: Config) -> Engine:
         from gyre.rollout.scripted import open_scripted
 
         return open_scripted(config)
+    if config.rollout.engine == "paced":
+        from gyre.rollout.paced import open_paced
+
+        return open_paced(config)
     # Threads that spin at barriers cost a shared machine an order of magnitude; OpenMP reads this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from gyre.rollout.torch_engine import open_torch

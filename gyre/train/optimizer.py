@@ -41,6 +41,8 @@ def learning_rate(train: Train, step: int, total_steps: int) -> float:
 class Learner:
     """A policy with its accumulator and optimizer state. Not thread-safe: one thread computes."""
 
+    publish_s = 0.0  # a publication takes at least so long
+
     def __init__(self, policy: Policy, train: Train, total_steps: int) -> None:
         if train.ratio_low >= train.ratio_high:
             raise UsageError("train.ratio_low", f"{train.ratio_low} is not below train.ratio_high = {train.ratio_high}", "lower it")

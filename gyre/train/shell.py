@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -66,14 +67,18 @@ class _Thread:
 class _Engines:
     """Publication to the engines that watch."""
 
-    def __init__(self, make: Callable[[Version], Snapshot], server: PolicyServer, compute: _Thread, config: Config) -> None:
-        self._make, self._server, self._compute, self._config = make, server, compute, config
+    def __init__(self, make: Callable[[Version], Snapshot], server: PolicyServer, compute: _Thread, config: Config, publish_s: float) -> None:
+        self._make, self._server, self._compute, self._config, self._publish_s = make, server, compute, config, publish_s
 
     async def lend(self, version: Version) -> None:
         self._server.publish(await self._compute(self._make, version))
 
     async def acknowledged(self, version: Version) -> list[str]:
-        return await self._server.wait_loaded(version, self._config.run.start_timeout_s, grace_s=self._config.net.engine_timeout_s)
+        started = time.monotonic()
+        cells = await self._server.wait_loaded(version, self._config.run.start_timeout_s, grace_s=self._config.net.engine_timeout_s)
+        if version.step:  # the first publication is the run's beginning
+            await asyncio.sleep(self._publish_s - (time.monotonic() - started))
+        return cells
 
 
 async def run(setup: Setup, worker: Worker, *, role: str = "core", resume: bool = False) -> None:
@@ -235,7 +240,7 @@ class Cell:
             worker.version = Version(ledger.term, loop.step)
             worker.status("working", detail, **gauges)
 
-        engines = _Engines(make, policy, self.compute, config)
+        engines = _Engines(make, policy, self.compute, config, learner.publish_s)
         loop = Loop(
             learner, ledger, engines, peers, self.orders, self.compute, spawn, save, board, config, step=step, report=report,
         )  # fmt: skip
@@ -291,6 +296,13 @@ class Cell:
 
 def _learner(config: Config, found: checkpoint.Checkpoint | None) -> Learner:
     """The model and its optimizer, from a checkpoint or from where the run starts."""
+    if config.train.engine == "paced":
+        from gyre.train.paced import open_paced
+
+        paced = open_paced(config, found.path if found else None)
+        if found:
+            checkpoint.restore(paced, found)
+        return paced
     if not config.model.path and found is None:
         raise UsageError("run.toml", "missing", "name a Hugging Face model directory (--set model.path=DIR)", "model.path")
     torch.manual_seed(config.run.seed)

@@ -6,7 +6,7 @@ Invariants
 - A request of a lost engine (another incarnation answers, or none within `engine_timeout_s`) is retried elsewhere from the tokens already had.
 - Every wait is bounded by the call's deadline, or by `patience_s` without any engine that could serve it, and the error names what was waited for.
   Engines that a route table says are closed are asleep by order, not lost: with no other in it, a call waits as long as its own deadline allows.
-- Of engines that could serve alike, a call goes to the one that will stay longest.
+- A call goes to the least loaded engine; one that an engine gave back, of those about as loaded, to the one that will stay longest.
 
 Which engines there are, and which are open, says the coordinator's route table; before the first one, and without a coordinator, it is the addresses
 that this process was given. Routes are advice: an engine alone decides what it admits.
@@ -26,6 +26,7 @@ import msgspec
 
 from gyre.errors import DeadlineExceeded, WorkFailed
 from gyre.net.sockets import Client, mint
+from gyre.sandbox.gateway.line import Lines
 from gyre.types import Sampling, Version
 from gyre.wire.messages import Abort, EngineRefuse, FromRollout, Generate, Generated, Ping, Pong, Routes
 
@@ -103,6 +104,17 @@ class Engine:
             return float(self.in_flight)
         return (self.in_flight + self.pong.open - len(self.pong.request_ids)) / self.pong.slots
 
+    @property
+    def tells_slots(self) -> bool:
+        return self.pong is not None and self.pong.slots > 0
+
+    @property
+    def roomy(self) -> bool:
+        """It would decode one more at once, as far as is known. Its queue is for what several gateways send at the same time."""
+        if self.tells_slots:
+            return self.load < 1
+        return self.pong is not None and self.pong.free_slots > self.since_pong
+
     def poke(self) -> None:
         """Ask for a pong soon."""
         self._poked.set()
@@ -168,6 +180,7 @@ class Router:
         self.patience_s = patience_s
         self._connect, self._timeout_s = connect, timeout_s
         self._changed = asyncio.Event()
+        self._lines = Lines()
         self._engines: dict[str, tuple[Engine, asyncio.Task[None]]] = {}  # by address
         self._epoch: int | None = None  # of the route table
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -237,7 +250,7 @@ class Router:
             if budget <= 0:
                 return partial.done("length")
             wanted = max(job.policy, partial.last_version or job.policy)
-            engine = await self._choose(wanted, job)
+            engine = await self._choose(wanted, job, returned=partial.moved)
             if engine is None:
                 continue  # aborted meanwhile
             attempt += 1
@@ -316,30 +329,32 @@ class Router:
                 engine.client.send(abort)  # nobody waits any more; an engine that was lost and is back may have taken up the repeated request
             request.cancel()
 
-    async def _choose(self, wanted: Version, job: Job) -> Engine | None:
-        """The engine that serves this version, has room and is little loaded, or of several such the one that will stay longest; waits until there
-        is one. None: the job was aborted meanwhile."""
-        able_at = started = time.monotonic()
-        while not job.aborted.done():
-            now = time.monotonic()
-            able = [e for e in self.engines if e.serves(wanted)]
-            ready = [e for e in able if e.rest_until <= now]
-            ready = [e for e in ready if e.open] or ready  # closed, they are asked only for want of another
-            roomy = [e for e in ready if e.pong is not None and e.pong.free_slots > e.since_pong]
-            if roomy or ready:
-                return min(roomy or ready, key=lambda e: (int(e.load / _ALIKE), -e.rank, e.in_flight))
-            asleep = self._epoch is not None and not any(e.open for e in self.engines)
-            able_at = now if able or asleep else able_at
-            what = f"an engine at version {wanted.term}.{wanted.step} with room"
-            if now - able_at > self.patience_s:
-                raise EngineLost(str(DeadlineExceeded(what, now - started)))
-            if now >= job.deadline:
-                raise DeadlineExceeded(what, now - started)
-            for engine in self.engines:
-                if engine.rest_until <= now:
-                    engine.poke()
-            self._changed.clear()
-            pause = asyncio.ensure_future(self._changed.wait())
-            await asyncio.wait((pause, job.aborted), timeout=_BACK_OFF_S, return_when=asyncio.FIRST_COMPLETED)
-            pause.cancel()
+    async def _choose(self, wanted: Version, job: Job, *, returned: bool = False) -> Engine | None:
+        """The engine that serves this version and is least loaded; for a call given back (`returned`), of those alike the one that will stay longest.
+        Waits in line until there is one with room. None: the job was aborted meanwhile."""
+        started = time.monotonic()
+        async with self._lines.turn(wanted, job.aborted, job.deadline, returned=returned) as line:
+            while not job.aborted.done():
+                now = time.monotonic()
+                able = [e for e in self.engines if e.serves(wanted)]
+                ready = [e for e in able if e.rest_until <= now]
+                ready = [e for e in ready if e.open] or ready  # closed, they are asked only for want of another
+                ready = [e for e in ready if e.roomy] or [e for e in ready if not e.tells_slots]
+                if ready:
+                    return min(ready, key=lambda e: (int(e.load / _ALIKE) if returned else e.load, -e.rank, e.in_flight))
+                asleep = self._epoch is not None and not any(e.open for e in self.engines)
+                if able or asleep:
+                    line.able_at = now
+                what = f"an engine at version {wanted.term}.{wanted.step} with room"
+                if now - max(line.able_at, started) > self.patience_s:
+                    raise EngineLost(str(DeadlineExceeded(what, now - started)))
+                if now >= job.deadline:
+                    raise DeadlineExceeded(what, now - started)
+                for engine in self.engines:
+                    if engine.rest_until <= now:
+                        engine.poke()
+                self._changed.clear()
+                pause = asyncio.ensure_future(self._changed.wait())
+                await asyncio.wait((pause, job.aborted), timeout=_BACK_OFF_S, return_when=asyncio.FIRST_COMPLETED)
+                pause.cancel()
         return None
