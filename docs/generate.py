@@ -1,6 +1,7 @@
 """Write the documentation that can be generated; with --check, fail when it is stale.
 
-docs/wire.md from the messages, docs/config.md from the configuration's tables, docs/transitions.md from the tables of phases, and the usage of each command inside docs/commands/NAME.md.
+docs/wire.md from the messages, docs/config.md from the configuration's tables, docs/transitions.md from the tables of phases, and the usage of each
+command inside docs/commands/NAME.md.
 """
 
 from __future__ import annotations
@@ -87,7 +88,11 @@ def diagram(title: str, table: dict[tuple[Any, Any], Any], where: str) -> str:
 
 
 def transitions() -> str:
-    out = ["# Transitions\n", NOTE, "The tables in code from which these are made are the ones that run. A pair that is not in a table cannot happen.\n"]
+    out = [
+        "# Transitions\n",
+        NOTE,
+        "The tables in code from which these are made are the ones that run. A pair that is not in a table cannot happen.\n",
+    ]
     out.append(diagram("A cell's phase", roles.CELL_TRANSITIONS, "gyre/rules/roles.py"))
     out.append(diagram("A micro-step", microstep.MICROSTEP_TRANSITIONS, "gyre/rules/microstep.py"))
     return "\n".join(out)

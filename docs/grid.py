@@ -72,9 +72,13 @@ def run(p: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    lines = ["| model | points | lookahead over elastic: geometric mean | 5th percentile | lookahead over the best split: geometric mean | 5th percentile |"]
+    lines = ["| model | points | lookahead over elastic, geometric mean | 5th percentile | over the best split, geometric mean | 5th percentile |"]
     lines.append("|---|---|---|---|---|---|")
-    for title, part in (("shared", [r for r in rows if "shared" in r["workload"]]), ("slots", [r for r in rows if "nl2" in r["workload"]]), ("all", rows)):
+    for title, part in (
+        ("shared", [r for r in rows if "shared" in r["workload"]]),
+        ("slots", [r for r in rows if "nl2" in r["workload"]]),
+        ("all", rows),
+    ):
         cells = [title, str(len(part))]
         for other in ("elastic", "async"):
             gains = sorted(r[other] / r["lookahead"] for r in part)
@@ -86,13 +90,17 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = summary(rows)
-    lines += ["", "| model | dispatch | cells | slots | cell-h per group | E[d] | elastic, h | best split, h | lookahead, h | over elastic | over split |"]
+    lines += [
+        "",
+        "| model | dispatch | cells | slots | cell-h per group | E[d] | elastic, h | best split, h | lookahead, h | over elastic | over split |",
+    ]
     lines.append("|---|---|---|---|---|---|---|---|---|---|---|")
     for r in sorted(rows, key=lambda r: min(r["elastic"], r["async"]) / r["lookahead"]):
         model = "shared" if "shared" in r["workload"] else "slots"
         lines.append(
-            f"| {model} | {r['dispatch']} | {r['cells']} | {r['slots_per_cell']} | {r['train_cell_h_per_group']} | {r['target_staleness']} | {r['elastic']:.2f} "
-            f"| {r['async']:.2f} ({r['split']}) | {r['lookahead']:.2f} | {r['elastic'] / r['lookahead']:.3f} | {r['async'] / r['lookahead']:.3f} |"
+            f"| {model} | {r['dispatch']} | {r['cells']} | {r['slots_per_cell']} | {r['train_cell_h_per_group']} | {r['target_staleness']} "
+            f"| {r['elastic']:.2f} | {r['async']:.2f} ({r['split']}) | {r['lookahead']:.2f} "
+            f"| {r['elastic'] / r['lookahead']:.3f} | {r['async'] / r['lookahead']:.3f} |"
         )
     return "\n".join(lines)
 

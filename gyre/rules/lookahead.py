@@ -1,8 +1,9 @@
 """Ours: of the moves open now, the one from which the fluid model predicts the burst to end soonest. Pure (docs/scheduling.md).
 
 The plans that it looks at are the paper's rule with other capacities (`filling`) and with the demand that there be work to train (`backlog`); the
-paper's rule itself is one of them. The best plan's first move is made. Another plan must promise more than `MARGIN` of the paper's rule's time, so that
-where nothing is to be gained the paper's rule decides; and until enough executions have ended to know their lengths, it decides alone.
+paper's rule itself is one of them. The best plan's first move is made. Another plan must promise to save more than `MARGIN` of the time, so that
+where nothing is to be gained the paper's rule decides; until enough executions have ended to know their lengths it decides alone, with shared
+engines only when there is work to train.
 Going back is the paper's.
 """
 

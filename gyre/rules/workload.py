@@ -3,10 +3,11 @@
     [system]              sizes, costs of moves; the keys that run.toml's [system] shares have the same meaning
     [workload]            model = "slots" | "shared", cost of training, bursts, seeds
     [workload.execution_h]  slots: an execution holds a slot for its whole duration, lognormal, correlated within a query
-    [workload.shared]       shared: turns of a decode phase and a tool phase; a decode phase advances at 1 / (t0_s + t1_s·active/cells) tokens per second
+    [workload.shared]       shared: turns of a decode and a tool phase; decoding advances at 1 / (t0_s + t1_s·active/cells) tokens per second
     [workload.faults]       optional: cells that die and come back
 
-Invariants: every draw derives from (seed, query, index) alone, so all rules face the same executions; an unknown key or a bad value is a `UsageError`.
+Invariants: every draw derives from (seed, query, index) alone, so all rules face the same executions; an unknown key or a bad value is a
+`UsageError`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What must hold of a simulated run, looked at in its trace alone. Shares no code with the rules or the world: it counts again, in its own way.
 
 `check` raises `Violation`, which names the instant and the law. The trace's entries are (seconds, kind, …):
-admit(group, version) end(execution) ready(group) take(group, steps) micro(cell, group, since) void(cell, group) commit(step, groups) publish(burst, version)
-role(cell, from, to, burst).
+admit(group, version) end(execution) ready(group) take(group, steps) micro(cell, group, since) void(cell, group) commit(step, groups)
+publish(burst, version) role(cell, from, to, burst).
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ class _Seen:
         self.must(group in self.taken and group not in self.consumed, f"a micro-step of group {group}, which no open step has")
         self.must(abs(self.t - since - self.law.micro_s) < SLACK_S, "a micro-step took another time than it should")
         self.must(self.phase[cell] == "train" and since >= self.since[cell] - SLACK_S, f"cell {cell} computed and did not train")
-        self.must(since >= self.free[cell] - SLACK_S and since >= self.opened - SLACK_S, f"cell {cell} computed two at once, or before the step was open")
+        self.must(
+            since >= self.free[cell] - SLACK_S and since >= self.opened - SLACK_S, f"cell {cell} computed two at once, or before the step was open"
+        )
         self.free[cell] = self.t
         self.micro[group] += 1
         self.held[cell, group] += 1

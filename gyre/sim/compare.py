@@ -58,8 +58,8 @@ def law_of(world: World, kind: str) -> Law:
     s, n = world.system, world.N
     undisturbed = world.work.model == "slots"
     return Law(
-        s.cells, s.slots_per_cell, world.B, n, world.mu, world.work.bursts, world.quota.groups, s.dispatch == "continuous", s.to_train_s, s.to_rollout_s,
-        world.micro_s, kind == "elastic" and world.work.faults is None,
+        s.cells, s.slots_per_cell, world.B, n, world.mu, world.work.bursts, world.quota.groups, s.dispatch == "continuous",
+        s.to_train_s, s.to_rollout_s, world.micro_s, kind == "elastic" and world.work.faults is None,
         (lambda e: world.work.duration_s(world.seed, e // n, e % n)) if undisturbed else None,
     )  # fmt: skip
 
@@ -150,7 +150,8 @@ def compare(workload: Workload, rules: Sequence[str]) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """For people."""
-    lines = [f"{'target':>6} {'rule':16} {'hours':>8} {'staleness':>9} {'p95':>4} {'max':>4} {'bound':>6} {'idle train':>10} {'idle rollout':>12}  training"]
+    head = f"{'target':>6} {'rule':16} {'hours':>8} {'staleness':>9} {'p95':>4} {'max':>4} {'bound':>6} {'idle train':>10} {'idle rollout':>12}"
+    lines = [f"{head}  training"]
     for r in rows:
         name = r.rule if r.split is None or ":" in r.rule else f"{r.rule} ({r.split})"
         bound = "" if r.bound_ratio is None else f"{r.bound_ratio:.3f}"

@@ -83,10 +83,11 @@ def measure(world: World) -> Measured:
 
 
 def bound_hours(world: World) -> float | None:
-    """No rule can be faster where every burst's groups are admitted at its publication (phi = 0).
+    """The least hours, where every burst's groups are admitted at its publication (phi = 0).
 
-    Per burst the larger of max over t of (t + training work of the groups that complete at t or later ÷ cells) and all work ÷ cells; plus updates and the
-    publication. A group completes when its longest execution has run undisturbed, with all cells to itself.
+    Per burst the larger of max over t of (t + training work of the groups that complete at t or later ÷ cells) and all work ÷ cells; plus its updates
+    and the publication. A group completes when its longest execution has run undisturbed, with all cells to itself. Not quite a bound: all updates
+    but the last can hide behind executions, so a run may end a few tenths of a percent below it.
     """
     s = world.system
     if s.dispatch != "boundary" or world.quota.groups != world.mu * world.B:

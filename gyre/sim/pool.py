@@ -3,8 +3,8 @@
 - `SlotPool`: an execution holds a slot for its whole duration. Without a slot it stands still; the oldest waiting starts first, and when slots go the
   youngest running stop. What it has done is kept.
 - `SharedPool`: an execution is turns of a decode phase and a tool phase; every decode phase advances at 1 / (t0 + t1·active/cells) tokens per
-  second, so one virtual token clock serves all. Tools run on while no cell serves. The harness's time-out counts the time in which a cell served, and is
-  looked at between phases.
+  second, so one virtual token clock serves all. Tools run on while no cell serves. The harness's time-out counts the time in which a cell
+  served, and is looked at between phases.
 
 Executions are numbered in the order of their admission. Not modelled: the cost of continuing elsewhere, prefix caches, cells that differ.
 """
@@ -66,7 +66,7 @@ class SlotPool:
         self._heap: list[tuple[float, int]] = []
         self._waiting: list[int] = []
         self._busy_s = self.last_s = 0.0
-        self.pace = None
+        self.pace: Pace | None = None
         self.events = 0
 
     def admit(self, now: float, ids: range, draws: list[Draw]) -> None:
@@ -141,9 +141,10 @@ class SharedPool:
         self._turns, self._seed, self._s = turns, seed, shared
         self._timeout_s = shared.harness_timeout_h * 3600
         self._cells = 0
-        turns = shared.turns.mean
-        self.pace = Pace(shared.t0_s, shared.t1_s, turns * shared.tokens_per_turn.mean, turns * shared.tool_s.mean)
-        self._unloaded_s = self.pace.tokens * shared.t0_s + self.pace.tool_s
+        n = shared.turns.mean
+        self._pace = Pace(shared.t0_s, shared.t1_s, n * shared.tokens_per_turn.mean, n * shared.tool_s.mean)
+        self.pace: Pace | None = self._pace
+        self._unloaded_s = self._pace.tokens * shared.t0_s + self._pace.tool_s
         self._ageing_s = self._ageing = self.last_s = 0.0  # the clock of ages, and how fast it goes
         self._now = self._tokens = self._rate = self._serving_s = self._busy_s = 0.0
         self._decode: list[tuple[float, int]] = []
@@ -178,7 +179,7 @@ class SharedPool:
             return
         token_s = self._s.t0_s + self._s.t1_s * len(self._decode) / self._cells
         self._rate = 1 / token_s
-        self._ageing = self._unloaded_s / (self.pace.tokens * token_s + self.pace.tool_s)
+        self._ageing = self._unloaded_s / (self._pace.tokens * token_s + self._pace.tool_s)
 
     def _decode_end(self) -> float:
         if not self._decode or not self._rate:

@@ -1,8 +1,8 @@
 """A workload from a real run's `events.jsonl`: the durations and costs that were measured there, to be asked "what if" with other cells and rules.
 
 Measured: durations of executions by group (lease to end, so waiting for an engine is part of them), training time per group and cell, update,
-publication, turns of cells. The model is `slots`, with as many slots per cell as the run's engines had. What the run never did (no cell turned, say) costs
-nothing until `--set` says otherwise; every key of a workload file can be set.
+publication, turns of cells. The model is `slots`, with as many slots per cell as the run's engines had. What the run never did (no cell turned,
+say) costs nothing until `--set` says otherwise; every key of a workload file can be set.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ Invariants (looked at afterwards by `gyre.sim.checkers`, from the trace alone)
 - Every execution is admitted once and ends once; a group is consumed once, by a step that has B groups.
 - A cell has one phase; phases follow `CELL_TRANSITIONS`.
 
-The model of training: a group is N micro-steps of equal work, which training cells claim one at a time; a step takes its B groups as they become ready
-(or, without streaming, when all B are), while the core trains; it commits `update_s` after its last micro-step, and the burst's last commit is followed by
-`publish_s`. A satellite joins only while a step is open, else when the next one opens. A cell that goes back during a step hands in what
-it accumulated; one that dies loses it. Not modelled: the network, checkpoints, evaluation, discarded executions.
+The model of training: a group is N micro-steps of equal work, which training cells claim one at a time; a step takes its B groups as they become
+ready (or, without streaming, when all B are), while the core trains; it commits `update_s` after its last micro-step, and the burst's last commit
+is followed by `publish_s`. A satellite joins only while a step is open, else when the next one opens. A cell that goes back during a step hands in
+what it accumulated; one that dies loses it. Not modelled: the network, checkpoints, evaluation, discarded executions.
 """
 
 from __future__ import annotations
@@ -103,8 +103,6 @@ class World:
         self._done = False
         self._random = Random(f"faults/{seed}")
 
-    # --- the clock -------------------------------------------------------------------------------------------------------------------------
-
     def at(self, delay: float, what: Callable[..., None], *args: Any) -> None:
         self._number += 1
         heappush(self._heap, (self.now + delay, self._number, what, args))
@@ -160,10 +158,10 @@ class World:
             return
         first = len(self.groups) * self.N
         draws = [(len(self.groups) + g, i) for g in range(n) for i in range(self.N)]
-        for _ in range(n):
-            group = Group(len(self.groups), len(self.groups) * self.N, self.now, self.version)
+        for g in range(len(self.groups), len(self.groups) + n):
+            group = Group(g, g * self.N, self.now, self.version)
             self.groups.append(group)
-            group.live.update(range(group.first, group.first + self.N))
+            group.live.update(range(g * self.N, (g + 1) * self.N))
             self.living[group.index] = group
             self.trace.append((self.now, "admit", group.index, self.version))
         self.water += n * self.N
@@ -317,9 +315,7 @@ class World:
 
     def _known(self) -> Known:
         s, age = self.system, self.pool.age_s
-        groups = tuple(
-            [GroupView(len(g.live), sum([age(self.now, e) for e in g.live]) / len(g.live)) for g in self.living.values()]
-        )
+        groups = tuple([GroupView(len(g.live), sum([age(self.now, e) for e in g.live]) / len(g.live)) for g in self.living.values()])
         done = len(self.taken) - self.undone / self.N
         costs = (self.micro_s * self.N, s.to_train_s, s.update_s, s.publish_s)
         return Known(groups, tuple(self.durations), tuple(self.group_durations), *costs, done, self.pool.pace)
