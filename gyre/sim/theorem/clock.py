@@ -46,17 +46,17 @@ class Process:
         self._loop = loop
         self._held: list[asyncio.Handle] = []
         self._at: tuple[int, Callable[[], None]] | None = None
-        self._context = contextvars.copy_context()
-        self._context.run(_process.set, self)
+        self.context = contextvars.copy_context()
+        self.context.run(_process.set, self)
         loop.processes.append(self)
 
     def spawn(self, coroutine: Coroutine[Any, Any, T], name: str = "") -> asyncio.Task[T]:
         """A task of this process."""
-        return self._loop.create_task(coroutine, name=f"{self.name}:{name or 'main'}", context=self._context.copy())
+        return self._loop.create_task(coroutine, name=f"{self.name}:{name or 'main'}", context=self.context.copy())
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
         """Run a function in this process, soon."""
-        self._loop.call_soon(function, *args, context=self._context)
+        self._loop.call_soon(function, *args, context=self.context)
 
     def at_turn(self, turn: int, action: Callable[[], None]) -> None:
         """Do something to this process just before its `turn`-th turn from now."""
