@@ -267,6 +267,26 @@ class Manifest(Message, frozen=True, kw_only=True):
     hash: str
 
 
+class Member(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """One life of a cell's trainer, as a taker-part in a step."""
+
+    cell: str
+    incarnation: str
+
+
+class VoidIncarnations(Message, frozen=True, kw_only=True):
+    """These accumulators are lost: queue again all that they hold of `step`, and refuse them from now on. A sealed step opens again.
+
+    The core sends it for cells that failed the reduction, a cell for itself when it leaves a step that cannot end yet. Idempotent; answered by `Ack`
+    or `Refuse(stale)`.
+    """
+
+    term: int
+    step: int
+    cells: list[Member]
+    reason: str
+
+
 class CommitStep(Message, frozen=True, kw_only=True):
     """The core has updated. Idempotent by (term, step, hash). `metrics` goes to the event log. Answered by `Ack` or `Refuse`."""
 
@@ -446,6 +466,81 @@ class PolicyLoaded(Message, frozen=True, kw_only=True):
     seconds: float
 
 
+# --- gyre-train (satellite) <-> gyre-train (core) ----------------------------------------------------------------------------------------
+
+
+class JoinStep(Message, frozen=True, kw_only=True):
+    """A cell asks for the open step's weights. Answered by `StepOffer`, or by `Hold` after `wait_s`. `host` is the kernel's boot id."""
+
+    cell: str
+    incarnation: str
+    host: str
+    wait_s: float
+
+
+class StepOffer(Message, frozen=True, kw_only=True):
+    """The weights of the open step, which is number `version.step` + 1: pull their chunks, or map `memory` (a path, "" if on another host)."""
+
+    version: Version
+    tensors: list[TensorSpec]
+    nbytes: int
+    checksum: str  # blake2b-128 of all bytes, hex
+    memory: str = ""
+
+
+class AttendStep(Message, frozen=True, kw_only=True):
+    """Nothing is left to claim: this cell waits for the step's end, its accumulator holding exactly `micro_steps`.
+
+    Answered by `ReduceOrder`, `StepEnded`, or `Hold` after `wait_s`; by `Refuse(stale)` under another term. `attempt` is the last reduction in
+    which it took part (0: none) and `failed` why that failed for it: so this is the answer to a `ReduceOrder` too. `tally`: sums for metrics.
+    """
+
+    term: int
+    step: int
+    cell: str
+    incarnation: str
+    micro_steps: list[str]
+    tally: list[float]
+    wait_s: float
+    attempt: int = 0
+    failed: str = ""
+    leaving: bool = False
+
+
+class ReduceOrder(Message, frozen=True, kw_only=True):
+    """Reduce your accumulator to the core (the roster's first), out of place, in the group `group` that meets at the store `store`; within `deadline_s`."""
+
+    term: int
+    step: int
+    attempt: int
+    hash: str  # of the manifest
+    roster: list[Member]
+    group: str
+    store: str
+    deadline_s: float
+
+
+class StepEnded(Message, frozen=True, kw_only=True):
+    """The step is committed: zero the accumulator. `version` is that of the new weights, broadcast to `roster` if it is not empty; else join again.
+
+    `finished`: it was the run's last.
+    """
+
+    version: Version
+    roster: list[Member]
+    group: str = ""
+    store: str = ""
+    deadline_s: float = 0.0
+    finished: bool = False
+
+
+class Hold(Message, frozen=True, kw_only=True):
+    """Nothing for this cell now: claim again, then ask again. `idle`: the core is told to roll out, the step does not end before it trains again."""
+
+    waiting_for: str = ""
+    idle: bool = False
+
+
 # --- workers <-> gyre-coord --------------------------------------------------------------------------------------------------------------
 
 
@@ -484,7 +579,7 @@ class SetRole(Message, frozen=True, kw_only=True):
 
 ToBuffer = (
     Hello | Note | LeaseTickets | RenewLeases | GradingStarted | RolloutEnded
-    | AcquireTerm | ClaimMicroStep | RenewClaims | Accumulated | SealStep | CommitStep | Published | CheckpointSaved
+    | AcquireTerm | ClaimMicroStep | RenewClaims | Accumulated | SealStep | VoidIncarnations | CommitStep | Published | CheckpointSaved
     | Subscribe
 )  # fmt: skip
 FromBuffer = (
@@ -493,8 +588,8 @@ FromBuffer = (
 )  # fmt: skip
 ToRollout = Hello | Generate | Abort | Ping
 FromRollout = Welcome | Refuse | HelloRequired | Generated | EngineRefuse | Pong
-ToTrain = Hello | WatchPolicy | PullChunk | PolicyLoaded
-FromTrain = Welcome | Refuse | HelloRequired | Ack | PolicyAvailable | Chunk | SnapshotGone
+ToTrain = Hello | WatchPolicy | PullChunk | PolicyLoaded | JoinStep | AttendStep
+FromTrain = Welcome | Refuse | HelloRequired | Ack | PolicyAvailable | Chunk | SnapshotGone | StepOffer | ReduceOrder | StepEnded | Hold
 ToCoord = Hello | Note | WorkerStatus
 FromCoord = Welcome | Refuse | HelloRequired | Ack | Stop | SetRole
 
@@ -503,8 +598,8 @@ DIRECTIONS: Final[dict[str, Any]] = {
     "gyre-buffer -> any": FromBuffer,
     "gyre-sandbox -> gyre-rollout": ToRollout,
     "gyre-rollout -> gyre-sandbox": FromRollout,
-    "gyre-rollout -> gyre-train": ToTrain,
-    "gyre-train -> gyre-rollout": FromTrain,
+    "gyre-rollout, gyre-train -> gyre-train": ToTrain,
+    "gyre-train -> gyre-rollout, gyre-train": FromTrain,
     "any worker -> gyre-coord": ToCoord,
     "gyre-coord -> any worker": FromCoord,
 }
