@@ -116,7 +116,13 @@ class _Handle(_Turn, asyncio.Handle):
 
 
 class _Timer(_Turn, asyncio.TimerHandle):
-    __slots__ = ()
+    """Timers of one moment go off in the order in which they were set."""
+
+    __slots__ = ("number",)
+
+    def __lt__(self, other: Any) -> bool:
+        mine, others = self.when(), other.when()
+        return self.number < other.number if mine == others else mine < others
 
 
 class _Selector:
@@ -140,6 +146,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.processes: list[Process] = []
         self.errors: list[str] = []  # exceptions that nobody caught
         self._now = 0.0
+        self._timers = 0
         self._selector = _Selector(self)
         self._tasks: list[asyncio.Task[Any]] = []  # held: the interpreter would run the `finally` blocks of the dead
         self.set_exception_handler(self._on_error)
@@ -183,6 +190,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def call_at(self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> asyncio.TimerHandle:
         timer = _Timer(when, callback, args, self, context)
+        self._timers += 1
+        timer.number = self._timers
         heapq.heappush(self._scheduled, timer)
         timer._scheduled = True
         return timer

@@ -1,0 +1,155 @@
+"""Reduction and broadcast in memory: the promises and the failures of `train.group.TorchCollective`.
+
+Invariants
+- Members meet by the group's name, which is used again while the group works; the k-th collective of one member is the k-th of every other, and of one
+  kind (`Mismatch`: a bug that would sum weights into gradients). Nothing moves before all are there.
+- A reduction reads each accumulator and changes none; the core's learner gets the sum at once and whole, or nothing.
+- Whoever waits longer than the deadline fails. A member that fails closes its part, so the others in it fail too; those that were through already
+  have succeeded. A broadcast that fails may leave a member's weights torn.
+- It occupies the cell's compute, as the real one does: whatever is asked meanwhile comes after it, also when the asker was cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from gyre.sim.theorem.chronicle import Vector
+from gyre.sim.theorem.clock import VirtualLoop
+from gyre.sim.theorem.compute import Compute
+from gyre.sim.theorem.learner import Sums, TableLearner
+from gyre.train.protocols import CollectiveFailed, Group
+
+
+class Mismatch(AssertionError):
+    """Two members of a group were not doing the same."""
+
+
+@dataclass
+class _Operation:
+    """The k-th collective of a group: who is there, and what each brought."""
+
+    kind: str = ""
+    here: set[int] = field(default_factory=set)
+    parts: dict[int, Any] = field(default_factory=dict)
+
+
+class _Group:
+    """The members that met under a name."""
+
+    def __init__(self, size: int, bugs: list[str]) -> None:
+        self.size = size
+        self.bugs = bugs
+        self.operations: list[_Operation] = []
+        self.broken = ""
+        self._changed = asyncio.Event()
+
+    def operation(self, k: int, kind: str, rank: int) -> _Operation:
+        while len(self.operations) <= k:
+            self.operations.append(_Operation())
+        operation = self.operations[k]
+        operation.kind = operation.kind or kind
+        if operation.kind != kind or rank in operation.here:
+            self.bugs.append(f"rank {rank} came to a {kind}, where {sorted(operation.here)} are in a {operation.kind}")
+            raise Mismatch(self.bugs[-1])
+        operation.here.add(rank)
+        self.tell()
+        return operation
+
+    def tell(self) -> None:
+        event, self._changed = self._changed, asyncio.Event()
+        event.set()
+
+    def close(self, why: str) -> None:
+        self.broken = self.broken or why
+        self.tell()
+
+    async def until(self, condition: Any) -> None:
+        while not condition():
+            if self.broken:
+                raise CollectiveFailed(self.broken)
+            await self._changed.wait()
+
+
+class Meetings:
+    """Where groups meet. `trouble` is the probability that a part of a member's work fails."""
+
+    def __init__(self, loop: VirtualLoop, seed: int, *, trouble: float, seconds: float) -> None:
+        self.loop = loop
+        self.trouble, self.seconds = trouble, seconds
+        self.rng = random.Random(f"{seed}/meetings")
+        self._groups: dict[tuple[str, str], _Group] = {}
+
+    def group(self, group: Group) -> _Group:
+        met = self._groups.setdefault((group.store, group.name), _Group(group.size, self.loop.errors))
+        if met.size != group.size:
+            self.loop.errors.append(f"group {group.name} has {met.size} members for one and {group.size} for another")
+            raise Mismatch(self.loop.errors[-1])
+        return met
+
+
+class MemoryCollective:
+    """One member's part."""
+
+    def __init__(self, meetings: Meetings, learner: TableLearner, compute: Compute) -> None:
+        self._meetings, self._learner, self._compute = meetings, learner, compute
+        self._held: tuple[str, int] = ("", 0)  # the group in use and how many collectives it had
+
+    async def reduce(self, group: Group, deadline_s: float) -> None:
+        """See `protocols.Collective`."""
+        await self._compute.long(self._together("reduce", group, deadline_s))
+
+    async def broadcast(self, group: Group, deadline_s: float) -> None:
+        """See `protocols.Collective`."""
+        await self._compute.long(self._together("broadcast", group, deadline_s))
+
+    async def _together(self, kind: str, group: Group, deadline_s: float) -> None:
+        name, k = self._held if self._held[0] == group.name else (group.name, 0)
+        self._held = (name, k + 1)
+        met = self._meetings.group(group)
+        try:
+            async with asyncio.timeout(deadline_s):
+                operation = met.operation(k, kind, group.rank)
+                await met.until(lambda: len(operation.here) == group.size)
+                if kind == "reduce":
+                    await self._reduce(met, operation, group)
+                else:
+                    await self._broadcast(met, operation, group)
+        except (TimeoutError, CollectiveFailed) as e:
+            self._held = ("", 0)
+            met.close(f"rank {group.rank} left: {e}")
+            raise CollectiveFailed(f"rank {group.rank} of {group.name}: {e or 'the deadline'}") from None
+
+    async def _reduce(self, met: _Group, operation: _Operation, group: Group) -> None:
+        await self._travel()
+        operation.parts[group.rank] = self._learner.sums.copy()
+        met.tell()
+        if group.rank == 0:
+            await met.until(lambda: len(operation.parts) == group.size)
+            total: Sums = operation.parts[0].copy()
+            for rank in range(1, group.size):
+                total.add(operation.parts[rank])
+            await self._travel()
+            self._learner.totals = total
+
+    async def _broadcast(self, met: _Group, operation: _Operation, group: Group) -> None:
+        if group.rank == 0:
+            operation.parts[0] = self._learner.weights.copy()
+            met.tell()
+            await self._travel()
+            return
+        await met.until(lambda: 0 in operation.parts)
+        source: Vector = operation.parts[0]
+        half = len(source) // 2
+        self._learner.weights = self._learner.weights.copy()
+        self._learner.weights[:half] = source[:half]
+        await self._travel()  # torn, if this fails
+        self._learner.weights[half:] = source[half:]
+
+    async def _travel(self) -> None:
+        rng = self._meetings.rng
+        await asyncio.sleep(self._meetings.seconds * rng.random())
+        if rng.random() < self._meetings.trouble:
+            raise CollectiveFailed("a connection was reset")
