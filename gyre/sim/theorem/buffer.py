@@ -25,7 +25,7 @@ from gyre.config import Config
 from gyre.sim.theorem.clock import Process
 from gyre.sim.theorem.network import Network, Peer, Server
 from gyre.trajectory.flatten import flatten
-from gyre.types import MicroStepState
+from gyre.types import MicroStepState, Purpose, RolloutState
 from gyre.wire import payload
 from gyre.wire.codec import Arrays
 from gyre.wire.messages import Counters, Message, RolloutEnded, ToBuffer
@@ -49,6 +49,7 @@ class Disk:
         self.rows: dict[tuple[Any, ...], tuple[type[Row], bytes]] = {}
         self.payloads: list[list[bytes]] = []
         self.events: list[Event] = []
+        self.states: dict[str, RolloutState] = {}  # of training executions, from the rows as written
 
     def load(self) -> list[Row]:
         """What a machine is built from, as `Ledger.rows` gives it."""
@@ -58,6 +59,8 @@ class Disk:
     def commit(self, puts: dict[tuple[Any, ...], Row], drops: set[tuple[Any, ...]], events: list[Event]) -> None:
         for key, row in puts.items():
             self.rows[key] = (type(row), msgspec.msgpack.encode(row))
+            if isinstance(row, RolloutRow) and row.purpose is Purpose.TRAIN:
+                self.states[row.rollout_id] = row.state
         for key in drops:
             self.rows.pop(key, None)
         self.events += events
@@ -152,9 +155,9 @@ class Buffer:
         due = self.machine.next_deadline()
         if due is not None and due <= now.mono:
             apply(self.machine.handle(now, Tick()))
-        self._snapshot(self.machine.counters())
         await asyncio.sleep(0.001 * self._rng.random())  # a kill here, and the batch was never taken
         self.disk.commit(puts, drops, events)
+        self._snapshot(self.machine.counters())
         await asyncio.sleep(0.001 * self._rng.random())  # a kill here, and nobody is told
         for effect in outgoing:
             self._say(effect)

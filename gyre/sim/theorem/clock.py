@@ -62,11 +62,18 @@ class Process:
         """Do something to this process just before its `turn`-th turn from now."""
         self._at = (self.turns + turn, action)
 
+    @property
+    def armed(self) -> bool:
+        """Is something to happen to it?"""
+        return self._at is not None
+
     def stop(self) -> None:
+        """Like SIGSTOP."""
         if self.life is Life.RUNNING:
             self.life = Life.STOPPED
 
     def kill(self) -> None:
+        """Like SIGKILL."""
         self.life = Life.DEAD
 
     def wake(self) -> None:

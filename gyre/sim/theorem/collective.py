@@ -14,13 +14,26 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from gyre.sim.theorem.chronicle import Vector
+import torch
+from torch import Tensor
+
 from gyre.sim.theorem.clock import VirtualLoop
 from gyre.sim.theorem.compute import Compute
-from gyre.sim.theorem.learner import Sums, TableLearner
 from gyre.train.protocols import CollectiveFailed, Group
+
+
+class Learner(Protocol):
+    """What a collective needs of a learner, as `train.group` has it."""
+
+    totals: list[Tensor] | None
+
+    @property
+    def sums(self) -> list[Tensor]: ...
+
+    @property
+    def weights(self) -> list[Tensor]: ...
 
 
 class Mismatch(AssertionError):
@@ -93,7 +106,7 @@ class Meetings:
 class MemoryCollective:
     """One member's part."""
 
-    def __init__(self, meetings: Meetings, learner: TableLearner, compute: Compute) -> None:
+    def __init__(self, meetings: Meetings, learner: Learner, compute: Compute) -> None:
         self._meetings, self._learner, self._compute = meetings, learner, compute
         self._held: tuple[str, int] = ("", 0)  # the group in use and how many collectives it had
 
@@ -124,29 +137,26 @@ class MemoryCollective:
 
     async def _reduce(self, met: _Group, operation: _Operation, group: Group) -> None:
         await self._travel()
-        operation.parts[group.rank] = self._learner.sums.copy()
+        operation.parts[group.rank] = [t.clone() for t in self._learner.sums]
         met.tell()
         if group.rank == 0:
             await met.until(lambda: len(operation.parts) == group.size)
-            total: Sums = operation.parts[0].copy()
-            for rank in range(1, group.size):
-                total.add(operation.parts[rank])
             await self._travel()
-            self._learner.totals = total
+            self._learner.totals = [torch.stack(same).sum(0) for same in zip(*operation.parts.values(), strict=True)]
 
     async def _broadcast(self, met: _Group, operation: _Operation, group: Group) -> None:
         if group.rank == 0:
-            operation.parts[0] = self._learner.weights.copy()
+            operation.parts[0] = [t.detach().clone() for t in self._learner.weights]
             met.tell()
             await self._travel()
             return
         await met.until(lambda: 0 in operation.parts)
-        source: Vector = operation.parts[0]
-        half = len(source) // 2
-        self._learner.weights = self._learner.weights.copy()
-        self._learner.weights[:half] = source[:half]
-        await self._travel()  # torn, if this fails
-        self._learner.weights[half:] = source[half:]
+        with torch.no_grad():
+            for t, source in zip(self._learner.weights, operation.parts[0], strict=True):
+                half = len(t) // 2
+                t[:half] = source[:half]
+                await self._travel()  # torn, if this fails
+                t[half:] = source[half:]
 
     async def _travel(self) -> None:
         rng = self._meetings.rng
