@@ -2,18 +2,17 @@
 
 Invariants
 - Between `zero` and `update` the accumulator holds Σ ∇ numerator over what was accumulated, undivided, in fp32 whatever the weights' type, and
-  the weights do not change.
+  the weights do not change. A reduction over cells writes `totals` and leaves it as it is.
 - The masters are fp32: the model's own parameters if it is fp32, else copies which are rounded into the model after each update.
 - Weight decay spares vectors (norms, biases).
 
-Not here: which micro-steps belong to a step (the ledger's), reduction over cells.
+Not here: which micro-steps belong to a step (the ledger's), how cells reduce (group.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +22,9 @@ from gyre.errors import UsageError, WorkFailed
 from gyre.train.metrics import Tally, detached
 from gyre.train.model import MicroBatch, MicroStepData, Policy, micro_batches
 from gyre.train.objective import OBJECTIVES, numerator
+from gyre.train.protocols import Update
+from gyre.types import TensorSpec, Version
+from gyre.weights.snapshot import Allocate, Snapshot, install, model_tensors, pack, unpack
 
 
 def learning_rate(train: Train, step: int, total_steps: int) -> float:
@@ -34,15 +36,6 @@ def learning_rate(train: Train, step: int, total_steps: int) -> float:
     done = min(1.0, (step - train.warmup_steps) / (total_steps - train.warmup_steps))
     share = 1.0 - done if train.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return train.lr_min + (train.lr - train.lr_min) * share
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What an update did. Without one (nothing to learn from, or a gradient that is zero or not finite) weights and moments are as before."""
-
-    updated: bool
-    grad_norm: float | None  # before clipping
-    lr: float
 
 
 class Learner:
@@ -59,6 +52,7 @@ class Learner:
         self.parameters: dict[str, Tensor] = dict(policy.model.named_parameters())
         self.masters = {n: p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for n, p in self.parameters.items()}
         self._sums = {n: torch.zeros_like(m, requires_grad=False) for n, m in self.masters.items()}
+        self.totals: list[Tensor] | None = None  # the accumulators of all cells, summed, once they were reduced
         for name, p in self.parameters.items():
             p.register_post_accumulate_grad_hook(self._adder(name))  # type: ignore[no-untyped-call]
         groups = [
@@ -81,7 +75,30 @@ class Learner:
         """Forget what was accumulated."""
         for s in self._sums.values():
             s.zero_()
+        self.totals = None
         self.tally = Tally()
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """The accumulator, fp32, in the order of the parameters."""
+        return list(self._sums.values())
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights, each storage once, in the order of the model."""
+        return list(model_tensors(self.policy.model).values())
+
+    def snapshot(self, version: Version, allocate: Allocate = bytearray) -> Snapshot:
+        """A copy of the weights."""
+        return pack(version, model_tensors(self.policy.model), allocate)
+
+    def install(self, specs: list[TensorSpec], data: memoryview) -> None:
+        """Take the weights of a snapshot; masters follow."""
+        install(self.policy.model, unpack(specs, data))
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                if master is not self.parameters[name]:
+                    master.copy_(self.parameters[name])
 
     def accumulate(self, data: MicroStepData, version: int) -> None:
         """Add a micro-step's gradient of the objective's numerator. `version` is that of the weights."""
@@ -107,28 +124,28 @@ class Learner:
             version=version,
         )
 
-    def gradient(self, denominator: int) -> dict[str, Tensor]:
-        """The step's gradient: the accumulated numerators divided by the objective's denominator."""
-        return {n: s / denominator for n, s in self._sums.items()}
-
     @torch.no_grad()
-    def update(self, step: int, executions: int) -> Update:
-        """Divide, clip, AdamW; then forget the gradient. The tally stays until `zero`."""
+    def update(self, step: int, executions: int, trainable: int | None = None) -> Update:
+        """Divide the sums of all cells, clip, AdamW; then forget the gradient. The tally stays until `zero`.
+
+        `trainable`: trainable tokens of the whole step, default those of this cell.
+        """
         lr = learning_rate(self._train, step, self.total_steps)
-        if executions == 0 or self.tally.trainable == 0:
+        if executions == 0 or (self.tally.trainable if trainable is None else trainable) == 0:
             return Update(False, None, lr)
-        for s in self._sums.values():
+        sums = self.sums if self.totals is None else self.totals
+        for s in sums:
             s.div_(executions)
-        norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(s) for s in self._sums.values()])))
+        norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(s) for s in sums])))
         if not math.isfinite(norm):
             return Update(False, None, lr)
         if norm == 0:  # every group was uniform: momentum alone would drift on without any signal
             return Update(False, 0.0, lr)
         if 0 < self._train.clip_norm < norm:
-            for s in self._sums.values():
+            for s in sums:
                 s.mul_(self._train.clip_norm / norm)
-        for name, master in self.masters.items():
-            master.grad = self._sums[name]
+        for master, s in zip(self.masters.values(), sums, strict=True):
+            master.grad = s
         for group in self.adam.param_groups:
             group["lr"] = lr
         self.adam.step()
@@ -137,3 +154,19 @@ class Learner:
             if master is not self.parameters[name]:
                 self.parameters[name].copy_(master)
         return Update(True, norm, lr)
+
+    def sleep(self) -> None:
+        """Leave the device, so that the cell's engine has it. Values stay, bit for bit."""
+        self._move(torch.device("cpu"))
+
+    def wake(self) -> None:
+        """Come back to the device."""
+        self._move(self.policy.device)
+
+    def _move(self, device: torch.device) -> None:
+        """Move storages under their tensors, which hooks and optimizer go on to hold."""
+        moments = [t for state in self.adam.state.values() for t in state.values() if isinstance(t, Tensor) and t.ndim]
+        for t in [*self.policy.model.parameters(), *self.policy.model.buffers(), *self.masters.values(), *self._sums.values(), *moments]:
+            t.data = t.data.to(device)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

@@ -92,6 +92,7 @@ class CellLedger(Protocol):
     """The buffer, as any cell's trainer sees it. All but `note` raise `Voided`."""
 
     term: int
+    cell: str
     incarnation: str
 
     async def claim(self, step: int) -> Claimed | NothingToClaim:
@@ -139,6 +140,9 @@ class Publisher(Protocol):
 class Exchange(Protocol):
     """The other cells, as the core sees them."""
 
+    idle: bool
+    """Set by the loop: the step cannot end now. Who wants to leave gives back what it accumulated instead of waiting."""
+
     def opened(self, version: Version) -> None:
         """The step after `version` is open: its weights, frozen, may be had until `closing`."""
 
@@ -176,7 +180,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing yet: claim again, then ask again. `idle`: the core does not train now."""
+    """Nothing yet: claim again, then ask again. `idle`: the step cannot end now, its groups are missing or the core rolls out."""
 
     idle: bool
 

@@ -535,7 +535,7 @@ class StepEnded(Message, frozen=True, kw_only=True):
 
 
 class Hold(Message, frozen=True, kw_only=True):
-    """Nothing for this cell now: claim again, then ask again. `idle`: the core is told to roll out, the step does not end before it trains again."""
+    """Nothing for this cell now: claim again, then ask again. `idle`: the step cannot end now, its groups are missing or the core rolls out."""
 
     waiting_for: str = ""
     idle: bool = False
