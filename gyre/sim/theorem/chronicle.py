@@ -51,7 +51,6 @@ class Update:
     step: int
     weights: Vector
     counts: Counter[str]
-    updated: bool
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,11 @@ class Process:
         self._at = (self.turns + turn, action)
 
     @property
+    def now(self) -> float:
+        """The time, in seconds."""
+        return self._loop.time()
+
+    @property
     def armed(self) -> bool:
         """Is something to happen to it?"""
         return self._at is not None

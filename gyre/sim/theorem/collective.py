@@ -112,11 +112,11 @@ class MemoryCollective:
 
     async def reduce(self, group: Group, deadline_s: float) -> None:
         """See `protocols.Collective`."""
-        await self._compute.long(self._together("reduce", group, deadline_s))
+        await self._compute.long(lambda: self._together("reduce", group, deadline_s))
 
     async def broadcast(self, group: Group, deadline_s: float) -> None:
         """See `protocols.Collective`."""
-        await self._compute.long(self._together("broadcast", group, deadline_s))
+        await self._compute.long(lambda: self._together("broadcast", group, deadline_s))
 
     async def _together(self, kind: str, group: Group, deadline_s: float) -> None:
         name, k = self._held if self._held[0] == group.name else (group.name, 0)

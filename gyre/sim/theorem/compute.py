@@ -23,13 +23,13 @@ class Compute:
         self._count = 0
 
     async def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        return await self.long(self._short(function, args))
+        return await self.long(lambda: self._short(function, args))
 
     async def _short(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         await asyncio.sleep(self._seconds * self._rng.random())
         return function(*args)
 
-    async def long(self, work: Coroutine[Any, Any, Any]) -> Any:
+    async def long(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """Do what waits for others meanwhile."""
         before = self._last
         self._count += 1
@@ -38,10 +38,10 @@ class Compute:
         return await asyncio.shield(self._last)
 
     @staticmethod
-    async def _after(before: asyncio.Task[Any] | None, work: Coroutine[Any, Any, Any]) -> Any:
+    async def _after(before: asyncio.Task[Any] | None, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         if before is not None and not before.done():
             await asyncio.wait((before,))
-        return await work
+        return await work()
 
 
 def _heard(task: asyncio.Task[Any]) -> None:

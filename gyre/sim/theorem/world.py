@@ -136,3 +136,7 @@ class World:
                     sandboxes[name] = self.start_sandbox(name)
 
 
+    def last_checkpoint(self) -> tuple[int, State]:
+        """Of the newest step; copies."""
+        step, s = self.checkpoints[-1] if self.checkpoints else (0, self.start)
+        return step, State(s.weights.copy(), s.m.copy(), s.v.copy(), s.n)

@@ -1,0 +1,101 @@
+"""Who starts cells, tells them what to be, and replaces those that are lost: a coordinator that sees only who runs, who is stopped and who ended.
+
+A core that is dead, or stopped for longer than the plan's patience, is followed by a new life of its cell or by another cell, from the last checkpoint
+and under a new term; the one that was stopped wakes later as a zombie. What ends with the error that a newer core exists becomes a satellite.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from gyre.errors import DeadlineExceeded, WorkFailed
+from gyre.sim.theorem.cells import Cell, Told, core_life
+from gyre.sim.theorem.clock import Life
+from gyre.sim.theorem.world import World
+
+EVERY_S = 0.5
+
+
+def told_it_is_over(error: BaseException | None) -> bool:
+    """Did a trainer end with an error that a process may end with: it was replaced, or nobody answered?"""
+    if isinstance(error, BaseExceptionGroup):
+        return all(told_it_is_over(e) for e in error.exceptions)
+    return isinstance(error, WorkFailed | DeadlineExceeded)
+
+
+class Post:
+    """A cell of the plan: its current life, and since when it is lost."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.duty = Told(False)
+        self.cell: Cell | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.lost_at_s: float | None = None
+
+
+class Operator:
+    """See the module."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._plan = world, world.plan
+        self._rng = random.Random(f"{world.plan.seed}/operator")
+        self._posts = {f"c{i}": Post(f"c{i}") for i in range(world.plan.satellites + 1)}
+        self._core = "c0"
+
+    async def run(self) -> None:
+        """Until a core has come to the end of the run. Raises what a cell must not end with."""
+        self._start_core("c0", fresh=True)
+        while True:
+            await asyncio.sleep(EVERY_S)
+            core = self._posts[self._core]
+            if self._ended(core):
+                return
+            if self._lost(core):
+                self._replace(core)
+
+    def _ended(self, post: Post) -> bool:
+        """Has its trainer come to the end of the run? Raises what it must not end with."""
+        if post.task is None or not post.task.done():
+            return False
+        error: BaseException | None = post.task.exception()
+        if error is None:
+            return True
+        if not told_it_is_over(error):
+            raise error
+        return False
+
+    def _lost(self, post: Post) -> bool:
+        """Dead or failed for longer than a restart takes, or stopped for longer than one waits."""
+        assert post.cell is not None and post.task is not None
+        life = post.cell.process.life
+        if life is Life.RUNNING and not post.task.done():
+            post.lost_at_s = None
+            return False
+        now = self._world.loop.time()
+        post.lost_at_s = now if post.lost_at_s is None else post.lost_at_s
+        return now - post.lost_at_s >= (self._plan.patience_s if life is Life.STOPPED else self._plan.restart_s)
+
+    def _replace(self, core: Post) -> None:
+        others = [n for n in self._posts if n != core.name]
+        self._core = self._rng.choice(others) if others and self._rng.random() < self._plan.promote else core.name
+        self._start_core(self._core, fresh=False)
+
+    def _start_core(self, name: str, *, fresh: bool) -> None:
+        post = self._posts[name]
+        post.duty.tell(True)
+        cell = self._life(post, "core")
+        step, cell.learner.state = self._world.last_checkpoint()
+        post.task = cell.process.spawn(core_life(cell, step, fresh=fresh))
+
+    def _life(self, post: Post, kind: str) -> Cell:
+        if post.cell is not None and post.cell.process.life is not Life.STOPPED:
+            post.cell.process.kill()
+        life = self._world.life(post.name)
+        process = self._world.process(kind, f"{post.name}/{life}")
+        post.cell = Cell(self._world, process, post.name, life, self._world.start, post.duty)
+        post.lost_at_s = None
+        return post.cell
+
+
