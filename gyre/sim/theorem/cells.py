@@ -12,16 +12,23 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from gyre.net.sockets import Peer
 from gyre.sim.theorem.chronicle import Sight, Update, Vector
 from gyre.sim.theorem.clock import Process
 from gyre.sim.theorem.compute import Compute
+from gyre.sim.theorem.collective import MemoryCollective
 from gyre.sim.theorem.learner import State, TableLearner
-from gyre.sim.theorem.network import Client
+from gyre.sim.theorem.network import Client, Server
 from gyre.sim.theorem.world import World
+from gyre.train.corelink import CoreLink
 from gyre.train.ledger import Ledger
 from gyre.train.loop import Loop
-from gyre.types import Version
-from gyre.wire.messages import FromBuffer
+from gyre.train.peers import Peers
+from gyre.train.satellite import Satellite
+from gyre.types import TensorSpec, Version
+from gyre.weights.snapshot import Snapshot
+from gyre.wire.codec import Arrays
+from gyre.wire.messages import FromBuffer, FromTrain, Message, ToTrain
 
 
 class Told:
@@ -49,9 +56,9 @@ class Told:
 
 
 class Cell:
-    """One life of a cell's trainer."""
+    """One life of a cell's trainer. `core` is where the core listens, "" if it is the core itself."""
 
-    def __init__(self, world: World, process: Process, name: str, life: int, state: State, duty: Told) -> None:
+    def __init__(self, world: World, process: Process, name: str, life: int, state: State, duty: Told, core: str) -> None:
         self.world, self.process, self.name, self.duty = world, process, name, duty
         self.incarnation = f"i{life}"
         config = world.plan.config
@@ -60,6 +67,13 @@ class Cell:
             world.network, process, "buffer", FromBuffer,
             kind="train", name=name, incarnation=self.incarnation, resend_s=config.net.resend_s,
         )  # fmt: skip
+        self.core: Client | None = None
+        if core:
+            self.core = Client(
+                world.network, process, core, FromTrain,
+                kind="train", name=name, incarnation=self.incarnation, resend_s=config.net.resend_s,
+            )  # fmt: skip
+        self.hurry: Callable[[], None] = lambda: None
         self._minted = 0
         self.ledger = Ledger(client, config, cell=name, incarnation=self.incarnation, mint=self.mint)
         self.learner = TableLearner(
@@ -106,46 +120,61 @@ class _NoBoard:
         """Nobody looks."""
 
 
-class NoPeers:
-    """An exchange without satellites."""
-
-    idle = False
-
-    def opened(self, version: Version) -> None: ...
-
-    def again(self) -> None: ...
-
-    async def reduce(self, manifest: Any, own: Any, attempt: int) -> list[Any]:
-        raise AssertionError("nobody else")
-
-    def closing(self) -> None: ...
-
-    async def committed(self, version: Version, *, finished: bool) -> list[str]:
-        return []
+def address_of(process: Process) -> str:
+    """Where a core's trainer listens."""
+    return f"train/{process.name}"
 
 
 async def core_life(cell: Cell, step: int, *, fresh: bool) -> None:
-    """Acquire a term from the checkpoint at `step`, train to the end."""
+    """Serve satellites, acquire a term from the checkpoint at `step`, train to the end."""
     world, config = cell.world, cell.world.plan.config
-    cell.learner.total_steps = await cell.ledger.acquire(step, fresh=fresh)
+    learner = cell.learner
 
     def save(term: int, step: int, lr: float) -> Path:
-        cell.sight("saves", Version(term, step), cell.learner.state.weights)
+        cell.sight("saves", Version(term, step), learner.state.weights)
         world.moment("save")
-        s = cell.learner.state
-        world.checkpoints.append((step, State(s.weights.copy(), s.m.copy(), s.v.copy(), s.n)))
+        world.checkpoints.append((step, learner.state.copy()))
         return Path(f"step-{step}")
 
+    def make(version: Version) -> Snapshot:
+        cell.sight("offers", version, learner.state.weights)
+        return learner.snapshot(version)
+
     async with asyncio.TaskGroup() as tasks:
-        renewing = tasks.create_task(cell.ledger.renew_for_ever())
 
         def spawn(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
             return tasks.create_task(work)
 
+        def hear(peer: Peer, message: Message, arrays: Arrays) -> None:
+            assert peers.handle(peer, message), message
+
+        server = Server(world.network, cell.process, address_of(cell.process), ToTrain, hear)
+        collective = MemoryCollective(world.meetings, learner, cell.compute, world.moment)
+        store = address_of(cell.process)
+        peers = Peers(server.send, collective, store, make, cell.compute, spawn, config, cell=cell.name, mint=cell.mint)
+        learner.total_steps = await cell.ledger.acquire(step, fresh=fresh)
+        renewing = tasks.create_task(cell.ledger.renew_for_ever())
         await Loop(
-            cell.learner, cell.ledger, Engines(cell), NoPeers(), cell.duty, cell.compute, spawn, save, _NoBoard(), config, step=step
+            learner, cell.ledger, Engines(cell), peers, cell.duty, cell.compute, spawn, save, _NoBoard(), config, step=step
         ).run()  # fmt: skip
+        await peers.farewell(10.0)
         renewing.cancel()
 
 
-Life = Callable[[Cell], Coroutine[Any, Any, None]]
+async def satellite_life(cell: Cell) -> None:
+    """Take part whenever told to, until the run is over."""
+    world, config = cell.world, cell.world.plan.config
+    learner = cell.learner
+
+    def install(specs: list[TensorSpec], data: memoryview) -> None:
+        learner.install(specs, data)
+        world.moment("install")
+
+    assert cell.core is not None
+    link = CoreLink(cell.core, install, cell.compute, config, cell=cell.name, mint=cell.mint, host="")
+    collective = MemoryCollective(world.meetings, learner, cell.compute, world.moment)
+    cell.hurry = lambda: link.hurry(leaving=not cell.duty.trains)
+    async with asyncio.TaskGroup() as tasks:
+        renewing = tasks.create_task(cell.ledger.renew_for_ever())
+        await Satellite(learner, cell.ledger, link, collective, cell.duty, cell.compute).run()
+        renewing.cancel()

@@ -149,11 +149,11 @@ class _Selector:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """See the module. `end_s` is when the world must have ended."""
+    """See the module. The world must have ended at `end_s` and after `end_turns`: the second is for one that turns without its time going on."""
 
-    def __init__(self, end_s: float = 1e6) -> None:
+    def __init__(self, end_s: float = 1e6, end_turns: float = 1e6) -> None:
         super().__init__()
-        self.end_s = end_s
+        self.end_s, self.end_turns = end_s, end_turns
         self.turns = 0
         self.processes: list[Process] = []
         self.errors: list[str] = []  # exceptions that nobody caught
@@ -176,9 +176,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
             raise Stuck(f"at {self._now:.3f} s nothing is ready and nothing is scheduled; {self.places()}")
         if timeout > 0:
             self._now = self._scheduled[0].when()
-        if self._now > self.end_s:
-            self.end_s = float("inf")
-            raise Stuck(f"not done at {self._now:.3f} s; {self.places()}")
+        if self._now > self.end_s or self.turns > self.end_turns:
+            self.end_s = self.end_turns = float("inf")
+            raise Stuck(f"not done at {self._now:.3f} s and after {self.turns} turns; {self.places()}")
 
     def places(self) -> str:
         """Each unfinished task, and where it waits."""
@@ -238,14 +238,14 @@ def _place(coroutine: Any) -> str:
     return where
 
 
-def run(main: Callable[[VirtualLoop], Coroutine[Any, Any, T]], *, end_s: float = 1e6) -> T:
+def run(main: Callable[[VirtualLoop], Coroutine[Any, Any, T]], *, end_s: float = 1e6, end_turns: float = 1e6) -> T:
     """Run a world to the end of its main coroutine. Raises what that raises, `Stuck`, or `AssertionError` for exceptions that nobody caught."""
-    loop = VirtualLoop(end_s)
+    loop = VirtualLoop(end_s, end_turns)
     try:
         result = loop.run_until_complete(main(loop))
     finally:
         errors = list(loop.errors)
-        loop.end_s = float("inf")
+        loop.end_s, loop.end_turns = loop.time() + 1e4, loop.turns + 1e5
         loop.end()
     assert not errors, errors
     return result

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -56,6 +57,7 @@ class _Group:
         self.size = size
         self.bugs = bugs
         self.operations: list[_Operation] = []
+        self.members: dict[int, MemoryCollective] = {}
         self.broken = ""
         self._changed = asyncio.Event()
 
@@ -70,6 +72,11 @@ class _Group:
         operation.here.add(rank)
         self.tell()
         return operation
+
+    def meet(self, rank: int, member: MemoryCollective) -> None:
+        """Come to the group for the first time. One who left it, or another in its place, is not met again: the others hold what it closed."""
+        if self.members.setdefault(rank, member) is not member or any(rank in o.here for o in self.operations):
+            self.close(f"rank {rank} came again")
 
     def tell(self) -> None:
         event, self._changed = self._changed, asyncio.Event()
@@ -106,8 +113,8 @@ class Meetings:
 class MemoryCollective:
     """One member's part."""
 
-    def __init__(self, meetings: Meetings, learner: Learner, compute: Compute) -> None:
-        self._meetings, self._learner, self._compute = meetings, learner, compute
+    def __init__(self, meetings: Meetings, learner: Learner, compute: Compute, moment: Callable[[str], None] = lambda kind: None) -> None:
+        self._meetings, self._learner, self._compute, self._moment = meetings, learner, compute, moment
         self._held: tuple[str, int] = ("", 0)  # the group in use and how many collectives it had
 
     async def reduce(self, group: Group, deadline_s: float) -> None:
@@ -121,9 +128,15 @@ class MemoryCollective:
     async def _together(self, kind: str, group: Group, deadline_s: float) -> None:
         name, k = self._held if self._held[0] == group.name else (group.name, 0)
         self._held = (name, k + 1)
+        self._moment(kind)
         met = self._meetings.group(group)
         try:
             async with asyncio.timeout(deadline_s):
+                if k == 0:
+                    met.meet(group.rank, self)
+                if met.broken:
+                    await self._travel()
+                    raise CollectiveFailed(met.broken)
                 operation = met.operation(k, kind, group.rank)
                 await met.until(lambda: len(operation.here) == group.size)
                 if kind == "reduce":

@@ -39,6 +39,10 @@ class State(NamedTuple):
     v: Vector
     n: int
 
+    def copy(self) -> State:
+        """Arrays of its own."""
+        return State(self.weights.copy(), self.m.copy(), self.v.copy(), self.n)
+
 
 @dataclass(frozen=True)
 class MicroStep:
@@ -84,7 +88,7 @@ class TableLearner:
     def __init__(
         self, start: State, lr: float, clip_norm: float, groups: int, rollouts_per_group: int, *, observe: Observe, stepped: Stepped
     ) -> None:
-        self.state = State(*(x.copy() for x in start[:3]), start.n)
+        self.state = start.copy()
         self.totals: list[Tensor] | None = None
         self.tally = Tally()
         self.total_steps = 0

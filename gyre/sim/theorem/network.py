@@ -18,9 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from gyre.errors import DeadlineExceeded
+from gyre.net.sockets import Peer
 from gyre.sim.theorem.clock import Life, Process, VirtualLoop
 from gyre.wire.arrays import Array
 from gyre.wire.codec import Arrays, Decoder, encode
@@ -37,15 +36,6 @@ class Weather:
     lost: float = 0.0
     doubled: float = 0.0
     broken: float = 0.0  # the connection is made anew
-
-
-class Peer(msgspec.Struct, frozen=True):
-    """A client as its server sees it."""
-
-    identity: int
-    kind: str
-    name: str
-    incarnation: str
 
 
 Handler = Callable[[Peer, Message, Arrays], None]
@@ -84,18 +74,18 @@ class Network:
         self.listen = listen  # hears every message as it is sent: (from, to, message)
         self._weather, self._seed = weather, seed
         self._servers: dict[str, Server] = {}
-        self._clients: dict[int, Client] = {}
+        self._clients: dict[bytes, Client] = {}
         self._connections = 0
         self._outside = Process(loop, "network")
 
     def bind(self, server: Server) -> None:
         self._servers[server.name] = server
 
-    def connect(self, client: Client) -> tuple[int, _Way, _Way]:
+    def connect(self, client: Client) -> tuple[bytes, _Way, _Way]:
         self._connections += 1
-        n = self._connections
+        n = str(self._connections).encode()
         self._clients[n] = client
-        ways = [_Way(self.loop, self._weather, f"{self._seed}/{client.peer_name}/{client.address}/{n}/{d}") for d in ("up", "down")]
+        ways = [_Way(self.loop, self._weather, f"{self._seed}/{client.peer_name}/{client.address}/{self._connections}/{d}") for d in ("up", "down")]
         return n, ways[0], ways[1]
 
     def cut(self, name: str, until_s: float) -> None:
@@ -117,11 +107,11 @@ class Network:
         if not self.over:
             client.up.carry(deliver, self.at)
 
-    def to_client(self, server: Server, identity: int, frames: list[Any]) -> None:
+    def to_client(self, server: Server, identity: bytes, frames: list[Any]) -> None:
         client = self._clients[identity]
 
         def deliver() -> None:
-            if client.process.life is not Life.DEAD and not self.over:
+            if client.process.life is not Life.DEAD and client.peer.identity == identity and not self.over:
                 client.process.call(client.hear, frames)
 
         if not self.over:
@@ -156,8 +146,14 @@ class Client:
         self._network, self._decoder, self._resend_s, self._on_push = network, Decoder(incoming), resend_s, on_push
         self._pending: dict[str, asyncio.Future[tuple[Message, Arrays]]] = {}
         self._closed = False
-        identity, self.up, self.down = network.connect(self)
-        self.peer = Peer(identity, kind, name, incarnation)
+        self._kind, self._incarnation = kind, incarnation
+        self.connect(address)
+
+    def connect(self, address: str) -> None:
+        """Talk to another server from now on; what the old one still says is not heard."""
+        self.address = address
+        identity, self.up, self.down = self._network.connect(self)
+        self.peer = Peer(identity, self._kind, self.peer_name, self._incarnation)
 
     async def request(self, message: Message, arrays: Mapping[str, Array] | None = None, *, deadline_s: float, what: str) -> tuple[Message, Arrays]:
         """Ask until the reply whose cause is this message arrives. Raises `DeadlineExceeded` naming `what`."""

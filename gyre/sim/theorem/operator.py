@@ -10,7 +10,7 @@ import asyncio
 import random
 
 from gyre.errors import DeadlineExceeded, WorkFailed
-from gyre.sim.theorem.cells import Cell, Told, core_life
+from gyre.sim.theorem.cells import Cell, Told, address_of, core_life, satellite_life
 from gyre.sim.theorem.clock import Life
 from gyre.sim.theorem.world import World
 
@@ -43,17 +43,28 @@ class Operator:
         self._rng = random.Random(f"{world.plan.seed}/operator")
         self._posts = {f"c{i}": Post(f"c{i}") for i in range(world.plan.satellites + 1)}
         self._core = "c0"
+        self._address = ""
 
     async def run(self) -> None:
         """Until a core has come to the end of the run. Raises what a cell must not end with."""
         self._start_core("c0", fresh=True)
-        while True:
+        for post in self._posts.values():
+            if post.name != self._core:
+                self._start_satellite(post)
+        for move in self._plan.moves:
+            self._world.later(move.at_s, lambda m=move: self._tell(self._posts[m.cell], m.trains))  # type: ignore[misc]
+        while not self._ended(self._posts[self._core]):
+            for post in self._posts.values():
+                if self._lost(post):
+                    self._replace(post)
             await asyncio.sleep(EVERY_S)
-            core = self._posts[self._core]
-            if self._ended(core):
-                return
-            if self._lost(core):
-                self._replace(core)
+
+    async def finish(self) -> None:
+        """The run is over: every cell that was told to train hears of it or ends with an error that it may end with."""
+        for post in self._posts.values():
+            post.duty.tell(True)
+        while not all(self._ended(p) or self._lost(p) for p in self._posts.values()):
+            await asyncio.sleep(EVERY_S)
 
     def _ended(self, post: Post) -> bool:
         """Has its trainer come to the end of the run? Raises what it must not end with."""
@@ -68,34 +79,56 @@ class Operator:
 
     def _lost(self, post: Post) -> bool:
         """Dead or failed for longer than a restart takes, or stopped for longer than one waits."""
-        assert post.cell is not None and post.task is not None
+        assert post.cell is not None
         life = post.cell.process.life
-        if life is Life.RUNNING and not post.task.done():
+        if self._ended(post) or (life is Life.RUNNING and not (post.task is not None and post.task.done())):
             post.lost_at_s = None
             return False
         now = self._world.loop.time()
         post.lost_at_s = now if post.lost_at_s is None else post.lost_at_s
         return now - post.lost_at_s >= (self._plan.patience_s if life is Life.STOPPED else self._plan.restart_s)
 
-    def _replace(self, core: Post) -> None:
-        others = [n for n in self._posts if n != core.name]
-        self._core = self._rng.choice(others) if others and self._rng.random() < self._plan.promote else core.name
-        self._start_core(self._core, fresh=False)
+    def _replace(self, post: Post) -> None:
+        if post.name != self._core:
+            self._start_satellite(post)
+            return
+        others = [n for n in self._posts if n != post.name]
+        follows = self._rng.choice(others) if others and self._rng.random() < self._plan.promote else post.name
+        self._core = follows
+        self._start_core(follows, fresh=False)
+        if follows != post.name:
+            self._start_satellite(post)
+        for other in self._posts.values():
+            if other.name != follows:  # each hears of it some time
+                self._world.later(5.0 * self._rng.random(), lambda o=other: self._follow(o))  # type: ignore[misc]
+
+    def _follow(self, post: Post) -> None:
+        if post.cell is not None and post.cell.core is not None and post.cell.core.address != self._address:
+            post.cell.core.connect(self._address)
+
+    def _tell(self, post: Post, trains: bool) -> None:
+        if post.name != self._core and post.cell is not None:
+            post.duty.tell(trains)
+            post.cell.process.call(post.cell.hurry)
 
     def _start_core(self, name: str, *, fresh: bool) -> None:
         post = self._posts[name]
         post.duty.tell(True)
-        cell = self._life(post, "core")
+        cell = self._life(post, "core", "")
+        self._address = address_of(cell.process)
         step, cell.learner.state = self._world.last_checkpoint()
         post.task = cell.process.spawn(core_life(cell, step, fresh=fresh))
 
-    def _life(self, post: Post, kind: str) -> Cell:
+    def _start_satellite(self, post: Post) -> None:
+        cell = self._life(post, "satellite", self._address)
+        post.task = cell.process.spawn(satellite_life(cell))
+
+    def _life(self, post: Post, kind: str, core: str) -> Cell:
+        """A new life. The one before is ended, unless it is stopped: then nobody can, and it will wake as a zombie."""
         if post.cell is not None and post.cell.process.life is not Life.STOPPED:
             post.cell.process.kill()
         life = self._world.life(post.name)
         process = self._world.process(kind, f"{post.name}/{life}")
-        post.cell = Cell(self._world, process, post.name, life, self._world.start, post.duty)
+        post.cell = Cell(self._world, process, post.name, life, self._world.start, post.duty, core)
         post.lost_at_s = None
         return post.cell
-
-

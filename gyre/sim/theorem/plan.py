@@ -140,6 +140,8 @@ def _config(rng: random.Random, seed: int) -> Config:
             "steps": rng.choice((2, 3, 4)),
             "micro_step_tokens": rng.choice((1, 12, 30)),
             "claim_ttl_s": rng.choice((3.0, 6.0)),
+            "reduce_timeout_s": rng.choice((2.0, 5.0)),
+            "core_timeout_s": 60.0,
             "checkpoint_every": rng.choice((1, 2, 0)),
             "lr": 0.1,
             "clip_norm": rng.choice((0.0, 0.05, 1.0)),

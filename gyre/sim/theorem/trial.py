@@ -19,7 +19,7 @@ from gyre.sim.theorem.chronicle import Chronicle
 from gyre.sim.theorem.clock import Stuck, VirtualLoop
 from gyre.sim.theorem.operator import Operator
 from gyre.sim.theorem.plan import Plan, draw
-from gyre.sim.theorem.world import END_S, World
+from gyre.sim.theorem.world import END_S, END_TURNS, World
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,9 @@ def play(plan: Plan) -> Verdict:
         world = World(loop, plan)
         worlds.append(world)
         going = loop.create_task(world.keep_going(), name="world")
-        await Operator(world).run()
+        operator = Operator(world)
+        await operator.run()
+        await operator.finish()
         while world.buffer is None or not world.buffer.machine.finished:
             await asyncio.sleep(1.0)
         world.network.over = True
@@ -50,7 +52,7 @@ def play(plan: Plan) -> Verdict:
 
     findings = []
     try:
-        clock.run(main, end_s=END_S)
+        clock.run(main, end_s=END_S, end_turns=END_TURNS)
     except (Stuck, AssertionError, Exception) as e:
         findings.append(f"{type(e).__name__}: {e}")
     world = worlds[0]

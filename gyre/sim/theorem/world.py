@@ -25,6 +25,7 @@ from gyre.sim.theorem.plan import Fault, Plan
 from gyre.types import RolloutState
 from gyre.wire.messages import Counters, Message
 
+END_TURNS = 100_000
 END_S = 3000.0  # a world that takes longer is stuck: the plans' own times add up to some hundreds
 
 
@@ -138,5 +139,5 @@ class World:
 
     def last_checkpoint(self) -> tuple[int, State]:
         """Of the newest step; copies."""
-        step, s = self.checkpoints[-1] if self.checkpoints else (0, self.start)
-        return step, State(s.weights.copy(), s.m.copy(), s.v.copy(), s.n)
+        step, state = max(self.checkpoints, key=lambda c: c[0], default=(0, self.start))
+        return step, state.copy()
