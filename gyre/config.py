@@ -139,6 +139,9 @@ class Train(Table, frozen=True, kw_only=True):
     clip_norm: Annotated[float, _doc("Gradient norm is clipped to it; 0 is off.", ge=0)] = 1.0
     micro_step_tokens: Annotated[int, _doc("Token budget of a micro-step; a longer trajectory gets one of its own.", ge=1)] = 16384
     claim_ttl_s: Annotated[float, _doc("Lease of a claimed micro-step; renewed at a third of it.", gt=0)] = 60.0
+    backend: Annotated[Literal["auto", "gloo", "nccl"], _doc("How cells reduce; auto: gloo on the CPU, nccl where the model is on a GPU.")] = "auto"
+    reduce_timeout_s: Annotated[float, _doc("A reduction or broadcast between cells that takes longer is given up.", gt=0)] = 120.0
+    core_timeout_s: Annotated[float, _doc("How long a satellite waits for a core that is away.", gt=0)] = 600.0
     checkpoint_every: Annotated[int, _doc("Checkpoint every so many steps, and at the end; 0 for only at the end.", ge=0)] = 20
     keep_checkpoints: Annotated[int, _doc("Checkpoints kept.", ge=1)] = 2
     logprob_alarm: Annotated[float, _doc("Warn when trainer and engine differ by more than this on tokens of the current version.", gt=0)] = 0.1

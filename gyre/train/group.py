@@ -21,13 +21,15 @@ from datetime import timedelta
 from typing import Any, Final, Protocol
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from gyre.errors import UsageError
 from gyre.train.protocols import CollectiveFailed, Compute, Group
 
 BUCKET_BYTES: Final = 64 << 20
+
+dist: Any = torch.distributed  # its stubs leave out most of what is here
 
 
 class Sums(Protocol):
@@ -71,7 +73,7 @@ class TorchCollective:
         self._learner, self._compute, self._backend = learner, compute, backend
         if backend == "nccl" and not torch.cuda.is_available():
             raise UsageError("run.toml", "no usable GPU for NCCL", "set it to auto or gloo", "train.backend")
-        self._store: dist.TCPStore | None = None
+        self._store: Any = None
         self._held: tuple[str, Any] | None = None  # the group in use, by name
 
     def open_store(self, host: str) -> str:
@@ -95,7 +97,7 @@ class TorchCollective:
             operation(self._group(group, deadline_s), self._learner, group.rank, end)
         except RuntimeError as e:  # what torch raises for a peer that is gone, and for a deadline
             self.close()
-            raise CollectiveFailed(str(e).partition("\n")[0]) from None
+            raise CollectiveFailed(str(e).partition("] ")[2].partition(". ")[0] or str(e).partition("\n")[0]) from None
 
     def _group(self, group: Group, deadline_s: float) -> Any:
         if self._held is not None and self._held[0] == group.name:
@@ -108,7 +110,9 @@ class TorchCollective:
         store.set_timeout(timeout)
         met = dist.PrefixStore(group.name, store)
         if self._backend == "nccl":
-            made: Any = dist.ProcessGroupNCCL(met, group.rank, group.size, timeout)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            made = dist.ProcessGroupNCCL(met, group.rank, group.size, options)
         else:
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_host(host, port))]
@@ -144,7 +148,7 @@ def _reduce(group: Any, learner: Sums, rank: int, end: float) -> None:
         options.rootRank, options.timeout = 0, _left(end)
         group.reduce([flat], options).wait()
         if rank == 0:
-            totals += [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in bucket]), bucket, strict=True)]
+            totals += [part.view(t.shape) for part, t in zip(torch.split(flat, [t.numel() for t in bucket]), bucket, strict=True)]
     if rank == 0:
         learner.totals = totals
 
@@ -157,5 +161,5 @@ def _broadcast(group: Any, learner: Sums, rank: int, end: float) -> None:
         options.rootRank, options.timeout = 0, _left(end)
         group.broadcast([flat], options).wait()
         if rank != 0:
-            for part, t in zip(flat.split([t.numel() for t in bucket]), bucket, strict=True):
+            for part, t in zip(torch.split(flat, [t.numel() for t in bucket]), bucket, strict=True):
                 t.copy_(part.view(t.shape))

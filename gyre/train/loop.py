@@ -116,9 +116,7 @@ class Loop:
         """Update and commit: from the first to the last, the weights are those of no step that counts."""
         self._exchange.closing()
         update = await self._update(manifest, tally)
-        metrics = step_metrics(
-            tally, manifest.stats, updated=update.updated, grad_norm=update.grad_norm, lr=update.lr, seconds=self._watch.lap()
-        )
+        metrics = step_metrics(tally, manifest.stats, updated=update.updated, grad_norm=update.grad_norm, lr=update.lr, seconds=self._watch.lap())
         await self._ledger.commit(manifest, metrics)
         self.step, self.dirty = manifest.step, False
         return update, metrics

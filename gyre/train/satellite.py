@@ -20,7 +20,21 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from gyre.train.protocols import CellLedger, Claimed, Collective, CollectiveFailed, Compute, Core, Duty, Ended, Finished, Learning, Reduce, Voided, Wait
+from gyre.train.protocols import (
+    CellLedger,
+    Claimed,
+    Collective,
+    CollectiveFailed,
+    Compute,
+    Core,
+    Duty,
+    Ended,
+    Finished,
+    Learning,
+    Reduce,
+    Voided,
+    Wait,
+)
 from gyre.types import Version
 from gyre.wire.messages import Member
 
@@ -62,10 +76,11 @@ class Satellite:
         await self._compute(self._learner.wake)
         version = await self._join()
         while version is not None:
+            step = version.step + 1
             try:
                 version = await self._one_step(version)
             except Voided as e:
-                log.warning("step %d: zeroed, joining again: %s", version.step + 1, e)
+                log.warning("step %d: zeroed, joining again: %s", step, e)
                 self._duty.phase("joining")
                 version = await self._join()
 
@@ -96,7 +111,8 @@ class Satellite:
             if leaving:
                 self._duty.phase("leaving")
                 if not held:
-                    return await self._leave(version)
+                    await self._leave(version)
+                    return None
             end = await self._core.attend(version, own, held, self._learner.tally, attempt=attempt, failed=failed, leaving=leaving)
             match end:
                 case Reduce():
@@ -111,7 +127,8 @@ class Satellite:
                     return await self._follow(version, end)
                 case Wait(idle=True) if leaving:
                     await self._ledger.void(version.step + 1, [own], "the cell turns to rollout")
-                    return await self._leave(version)
+                    await self._leave(version)
+                    return None
                 case Wait():
                     pass
 
@@ -143,7 +160,8 @@ class Satellite:
                 return await self._join()
         if not self._duty.trains:
             self._duty.phase("leaving")
-            return await self._leave(version)
+            await self._leave(version)
+            return None
         return end.version if end.group is not None else await self._join()
 
     async def _leave(self, version: Version) -> None:

@@ -508,7 +508,7 @@ class AttendStep(Message, frozen=True, kw_only=True):
 
 
 class ReduceOrder(Message, frozen=True, kw_only=True):
-    """Reduce your accumulator to the core (the roster's first), out of place, in the group `group` that meets at the store `store`; within `deadline_s`."""
+    """Reduce your accumulator to the core (the roster's first), out of place, in the group `group` that meets at `store`, within `deadline_s`."""
 
     term: int
     step: int
