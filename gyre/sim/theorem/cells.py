@@ -27,6 +27,7 @@ from gyre.train.peers import Peers
 from gyre.train.satellite import Satellite
 from gyre.types import TensorSpec, Version
 from gyre.weights.snapshot import Snapshot
+from gyre.weights.transfer import PolicyServer
 from gyre.wire.codec import Arrays
 from gyre.wire.messages import FromBuffer, FromTrain, Message, ToTrain
 
@@ -102,13 +103,17 @@ class Cell:
 class Engines:
     """Publication to engines that always load (`train.protocols.Publisher`)."""
 
-    def __init__(self, cell: Cell) -> None:
-        self._cell = cell
+    def __init__(self, cell: Cell, policy: PolicyServer) -> None:
+        self._cell, self._policy = cell, policy
         self._rng = random.Random(f"{cell.world.plan.seed}/{cell.process.name}/engines")
 
     async def lend(self, version: Version) -> None:
-        await self._cell.compute(self._cell.sight, "lends", version, self._cell.learner.state.weights)
+        self._policy.publish(await self._cell.compute(self._snapshot, version))
         self._cell.world.moment("lend")
+
+    def _snapshot(self, version: Version) -> Snapshot:
+        self._cell.sight("lends", version, self._cell.learner.state.weights)
+        return self._cell.learner.snapshot(version)
 
     async def acknowledged(self, version: Version) -> list[str]:
         await asyncio.sleep(self._rng.random())
@@ -146,19 +151,30 @@ async def core_life(cell: Cell, step: int, *, fresh: bool) -> None:
             return tasks.create_task(work)
 
         def hear(peer: Peer, message: Message, arrays: Arrays) -> None:
-            assert peers.handle(peer, message), message
+            assert peers.handle(peer, message) or policy.handle(peer, message), message
 
         server = Server(world.network, cell.process, address_of(cell.process), ToTrain, hear)
         collective = MemoryCollective(world.meetings, learner, cell.compute, world.moment)
         store = address_of(cell.process)
+        policy = PolicyServer(server.send, clock=world.loop.time)
         peers = Peers(server.send, collective, store, make, cell.compute, spawn, config, cell=cell.name, mint=cell.mint)
         learner.total_steps = await cell.ledger.acquire(step, fresh=fresh)
         renewing = tasks.create_task(cell.ledger.renew_for_ever())
+        serving = tasks.create_task(_serve(server))
         await Loop(
-            learner, cell.ledger, Engines(cell), peers, cell.duty, cell.compute, spawn, save, _NoBoard(), config, step=step
+            learner, cell.ledger, Engines(cell, policy), peers, cell.duty, cell.compute, spawn, save, _NoBoard(), config, step=step
         ).run()  # fmt: skip
         await peers.farewell(10.0)
         renewing.cancel()
+        serving.cancel()
+
+
+async def _serve(server: Server) -> None:
+    """Until cancelled, with the rest of the process: then nobody answers."""
+    try:
+        await asyncio.Event().wait()
+    finally:
+        server.close()
 
 
 async def satellite_life(cell: Cell) -> None:

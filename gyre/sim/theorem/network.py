@@ -123,12 +123,17 @@ class Server:
 
     def __init__(self, network: Network, process: Process, name: str, incoming: Any, handler: Handler) -> None:
         self.process, self.name = process, name
-        self._network, self._decoder, self._handler = network, Decoder(incoming), handler
+        self._network, self._decoder, self._handler, self._closed = network, Decoder(incoming), handler, False
         network.bind(self)
 
     def hear(self, peer: Peer, frames: list[Any]) -> None:
-        message, arrays = self._decoder.decode(frames)
-        self._handler(peer, message, arrays)
+        if not self._closed:
+            message, arrays = self._decoder.decode(frames)
+            self._handler(peer, message, arrays)
+
+    def close(self) -> None:
+        """Hear nothing more."""
+        self._closed = True
 
     def send(self, peer: Peer, message: Message, arrays: Mapping[str, Array] | None = None) -> None:
         self._network.listen(self.name, f"{peer.name}/{peer.incarnation}", message)
