@@ -44,6 +44,7 @@ class Operator:
         self._posts = {f"c{i}": Post(f"c{i}") for i in range(world.plan.satellites + 1)}
         self._core = "c0"
         self._address = ""
+        self._over = False
 
     async def run(self) -> None:
         """Until a core has come to the end of the run. Raises what a cell must not end with."""
@@ -62,7 +63,8 @@ class Operator:
     async def finish(self) -> None:
         """The run is over: every cell that was told to train hears of it or ends with an error that it may end with."""
         for post in self._posts.values():
-            post.duty.tell(True)
+            self._tell(post, True)
+        self._over = True
         while not all(self._ended(p) or self._lost(p) for p in self._posts.values()):
             await asyncio.sleep(EVERY_S)
 
@@ -107,7 +109,7 @@ class Operator:
             post.cell.core.connect(self._address)
 
     def _tell(self, post: Post, trains: bool) -> None:
-        if post.name != self._core and post.cell is not None:
+        if post.name != self._core and post.cell is not None and not self._over:
             post.duty.tell(trains)
             post.cell.process.call(post.cell.hurry)
 
