@@ -43,6 +43,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     bind: str | None
     name: str
     resolved: configuration.Resolved
+    cell: str = ""  # engines and trainers: the cell they belong to, "" for one of the process's name
 
     @property
     def run_id(self) -> str:
@@ -76,7 +77,8 @@ def common(*, run: bool = True, addresses: tuple[str, ...] = (), named: str | No
     if "bind" in addresses:
         options.append(click.option("--insecure", is_flag=True, help="Allow addresses that others can reach, without keys."))
     if named is not None:
-        options.append(click.option("--name", "--cell", "name", default=named, show_default=True, help="Name of this process in its run."))
+        options.append(click.option("--name", default=named, help="Name of this process in its run; default: its cell's."))
+        options.append(click.option("--cell", default="", help="Name of the cell it belongs to; default: its own."))
     options += [
         click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True),
         click.option("--json-logs", is_flag=True, help="Log JSON lines."),
@@ -139,8 +141,9 @@ def setup(options: dict[str, Any], flags: dict[str, Any] | None = None) -> Setup
         rollouts=list(options.get("rollouts") or ()) or [endpoint(run_dir, "rollout")],
         coord=options.get("coord"),
         bind=options.get("bind"),
-        name=options.get("name") or "",
+        name=options.get("name") or options.get("cell") or "",
         resolved=resolved,
+        cell=options.get("cell") or "",
     )
 
 

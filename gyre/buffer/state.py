@@ -200,7 +200,7 @@ class State:
             self.replies.popitem(last=False)
 
     def ask(self, now: Now, e: Received, m: P, answer: Callable[[State, Now, Poll, P], bool]) -> None:
-        """Answer a request now, or keep it as a poll until `answer` can or its wait is over. Sent again it stays one poll, and may shorten its wait."""
+        """Answer a request now, or keep it as a poll until `answer` can or its wait is over. Sent again, it is one poll and may wait less."""
         poll = self.polls.get(m.id)
         if poll is None:
             poll = Poll(e.to, m, e.holder, now.mono, now.mono + m.wait_s)

@@ -110,7 +110,7 @@ class Learner:
             raise WorkFailed("a trainable token came without the log-prob it was sampled with")
         with torch.set_grad_enabled(batch.learns):
             stats = self.policy.token_stats(batch)
-            losses = self._objective.loss(stats.logprobs_N, batch.old_logprobs_N, batch.advantages_N, self._train.ratio_low, self._train.ratio_high)
+            losses = self._objective(stats.logprobs_N, batch.old_logprobs_N, batch.advantages_N, self._train.ratio_low, self._train.ratio_high)
             total = numerator(losses.loss_N, batch.execution_trainable_N)
         if batch.learns:
             total.backward()  # type: ignore[no-untyped-call]

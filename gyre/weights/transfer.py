@@ -130,6 +130,12 @@ class PolicyServer:
         return watcher
 
     def _on_watch(self, now: float, peer: Peer, message: WatchPolicy) -> None:
+        if message.leaving:
+            watcher = self._watchers.get(message.cell)
+            if watcher is not None and watcher.peer.incarnation == peer.incarnation:
+                del self._watchers[message.cell]
+                self._changed.set()
+            return
         watcher = self._watcher(now, peer, message.cell)
         watcher.cause = message.id
         if message.have is not None and message.have != watcher.loaded:
@@ -239,6 +245,7 @@ class PolicyClient:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            client.send(WatchPolicy(id=mint(), cell=self._cell, leaving=True))  # else a publication would wait for an engine that sleeps
             client.close()
 
     def _on_push(self, message: Message, arrays: Arrays) -> None:

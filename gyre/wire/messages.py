@@ -420,10 +420,14 @@ class Pong(Message, frozen=True, kw_only=True):
 
 
 class WatchPolicy(Message, frozen=True, kw_only=True):
-    """An engine asks to be told of every policy. Answered at once, and then at every publication, by `PolicyAvailable`."""
+    """An engine asks to be told of every policy. Answered at once, and then at every publication, by `PolicyAvailable`.
+
+    `leaving`: it sleeps now, no publication is to wait for it. Not answered.
+    """
 
     cell: str
     have: Version | None = None
+    leaving: bool = False
 
 
 class PolicyAvailable(Message, frozen=True, kw_only=True):
