@@ -17,13 +17,14 @@ from gyre.sim.theorem.chronicle import Sight, Update, Vector
 from gyre.sim.theorem.clock import Process
 from gyre.sim.theorem.compute import Compute
 from gyre.sim.theorem.collective import MemoryCollective
-from gyre.sim.theorem.learner import State, TableLearner
+from gyre.sim.theorem.learner import TableLearner
 from gyre.sim.theorem.network import Client, Server
 from gyre.sim.theorem.world import World
 from gyre.train.corelink import CoreLink
 from gyre.train.ledger import Ledger
 from gyre.train.loop import Loop
 from gyre.train.peers import Peers
+from gyre.train.protocols import LeftLineage
 from gyre.train.satellite import Satellite
 from gyre.types import TensorSpec, Version
 from gyre.weights.snapshot import Snapshot
@@ -38,14 +39,14 @@ class Told:
     def __init__(self, trains: bool) -> None:
         self.trains = trains
         self.role = ""
+        self.on_turn: Callable[[], None] = lambda: None
         self._changed = asyncio.Event()
 
     def tell(self, trains: bool) -> None:
-        self.trains = trains
-        if trains:
-            self._changed.set()
-        else:
-            self._changed.clear()
+        before, self.trains = self.trains, trains
+        self._changed.set()
+        if before != trains:
+            self.on_turn()
 
     async def to_train(self) -> None:
         while not self.trains:
@@ -59,7 +60,7 @@ class Told:
 class Cell:
     """One life of a cell's trainer. `core` is where the core listens, "" if it is the core itself."""
 
-    def __init__(self, world: World, process: Process, name: str, life: int, state: State, duty: Told, core: str) -> None:
+    def __init__(self, world: World, process: Process, name: str, life: int, duty: Told, core: str) -> None:
         self.world, self.process, self.name, self.duty = world, process, name, duty
         self.incarnation = f"i{life}"
         config = world.plan.config
@@ -74,11 +75,10 @@ class Cell:
                 world.network, process, core, FromTrain,
                 kind="train", name=name, incarnation=self.incarnation, resend_s=config.net.resend_s,
             )  # fmt: skip
-        self.hurry: Callable[[], None] = lambda: None
         self._minted = 0
         self.ledger = Ledger(client, config, cell=name, incarnation=self.incarnation, mint=self.mint)
         self.learner = TableLearner(
-            state, config.train.lr, config.train.clip_norm, world.plan.groups, config.system.rollouts_per_group,
+            world.start, config.train.lr, config.train.clip_norm, world.plan.groups, config.system.rollouts_per_group,
             observe=self._observe, stepped=self._stepped,
         )  # fmt: skip
 
@@ -130,15 +130,15 @@ def address_of(process: Process) -> str:
     return f"train/{process.name}"
 
 
-async def core_life(cell: Cell, step: int, *, fresh: bool) -> None:
-    """Serve satellites, acquire a term from the checkpoint at `step`, train to the end."""
+async def core_life(cell: Cell, *, fresh: bool) -> None:
+    """Serve satellites, acquire a term from the last checkpoint of the lineage, train to the end."""
     world, config = cell.world, cell.world.plan.config
     learner = cell.learner
 
     def save(term: int, step: int, lr: float) -> Path:
         cell.sight("saves", Version(term, step), learner.state.weights)
         world.moment("save")
-        world.checkpoints.append((step, learner.state.copy()))
+        world.save(term, step, learner.state.copy())
         return Path(f"step-{step}")
 
     def make(version: Version) -> Snapshot:
@@ -158,7 +158,7 @@ async def core_life(cell: Cell, step: int, *, fresh: bool) -> None:
         store = address_of(cell.process)
         policy = PolicyServer(server.send, clock=world.loop.time)
         peers = Peers(server.send, collective, store, make, cell.compute, spawn, config, cell=cell.name, mint=cell.mint)
-        learner.total_steps = await cell.ledger.acquire(step, fresh=fresh)
+        step = await _take_term(cell, fresh)
         renewing = tasks.create_task(cell.ledger.renew_for_ever())
         serving = tasks.create_task(_serve(server))
         await Loop(
@@ -169,6 +169,18 @@ async def core_life(cell: Cell, step: int, *, fresh: bool) -> None:
         serving.cancel()
 
 
+async def _take_term(cell: Cell, fresh: bool) -> int:
+    before: int | None = None
+    while True:
+        step, term, state = cell.world.last_checkpoint(before)
+        cell.learner.state = state.copy()
+        try:
+            cell.learner.total_steps = await cell.ledger.acquire(step, fresh=fresh, checkpoint_term=term)
+            return step
+        except LeftLineage:
+            before = step
+
+
 async def _serve(server: Server) -> None:
     """Until cancelled, with the rest of the process: then nobody answers."""
     try:
@@ -177,7 +189,41 @@ async def _serve(server: Server) -> None:
         server.close()
 
 
-async def satellite_life(cell: Cell) -> None:
+class Directions:
+    """Where the coordinator says that the core is (`train.orders.Orders`)."""
+
+    def __init__(self, core: str) -> None:
+        self.core = core
+        self._changed = asyncio.Event()
+
+    def tell(self, core: str) -> None:
+        self.core = core
+        self._changed.set()
+
+    async def other_than(self, core: str) -> None:
+        while self.core == core:
+            self._changed.clear()
+            await self._changed.wait()
+
+
+async def satellite_life(make: Callable[[str], Cell], directions: Directions) -> None:
+    """Be a satellite of whichever cell is the core, as `train.shell` does it: told of another, it begins anew."""
+    while True:
+        core = directions.core
+        part = asyncio.ensure_future(_satellite(make(core)))
+        other = asyncio.ensure_future(directions.other_than(core))
+        try:
+            await asyncio.wait([part, other], return_when=asyncio.FIRST_COMPLETED)
+            if part.done():
+                part.result()
+                return
+        finally:
+            for task in (part, other):
+                task.cancel()
+            await asyncio.wait([part, other])
+
+
+async def _satellite(cell: Cell) -> None:
     """Take part whenever told to, until the run is over."""
     world, config = cell.world, cell.world.plan.config
     learner = cell.learner
@@ -186,11 +232,19 @@ async def satellite_life(cell: Cell) -> None:
         learner.install(specs, data)
         world.moment("install")
 
+    def turn() -> None:
+        cell.ledger.hurry()
+        link.hurry(leaving=not cell.duty.trains)
+
     assert cell.core is not None
     link = CoreLink(cell.core, install, cell.compute, config, cell=cell.name, mint=cell.mint, host="")
     collective = MemoryCollective(world.meetings, learner, cell.compute, world.moment)
-    cell.hurry = lambda: link.hurry(leaving=not cell.duty.trains)
-    async with asyncio.TaskGroup() as tasks:
-        renewing = tasks.create_task(cell.ledger.renew_for_ever())
-        await Satellite(learner, cell.ledger, link, collective, cell.duty, cell.compute).run()
-        renewing.cancel()
+    cell.duty.on_turn = turn
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            renewing = tasks.create_task(cell.ledger.renew_for_ever())
+            await Satellite(learner, cell.ledger, link, collective, cell.duty, cell.compute).run()
+            renewing.cancel()
+    finally:
+        cell.duty.on_turn = lambda: None
+        cell.core.close()

@@ -10,8 +10,8 @@ import asyncio
 import random
 
 from gyre.errors import DeadlineExceeded, WorkFailed
-from gyre.sim.theorem.cells import Cell, Told, address_of, core_life, satellite_life
-from gyre.sim.theorem.clock import Life
+from gyre.sim.theorem.cells import Cell, Directions, Told, address_of, core_life, satellite_life
+from gyre.sim.theorem.clock import Life, Process
 from gyre.sim.theorem.world import World
 
 EVERY_S = 0.5
@@ -29,8 +29,10 @@ class Post:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.duty = Told(False)
-        self.cell: Cell | None = None
+        self.trains = False
+        self.duty = Told(False)  # of its current life
+        self.directions = Directions("")
+        self.process: Process | None = None
         self.task: asyncio.Task[None] | None = None
         self.lost_at_s: float | None = None
 
@@ -81,8 +83,8 @@ class Operator:
 
     def _lost(self, post: Post) -> bool:
         """Dead or failed for longer than a restart takes, or stopped for longer than one waits."""
-        assert post.cell is not None
-        life = post.cell.process.life
+        assert post.process is not None
+        life = post.process.life
         if self._ended(post) or (life is Life.RUNNING and not (post.task is not None and post.task.done())):
             post.lost_at_s = None
             return False
@@ -101,36 +103,36 @@ class Operator:
         if follows != post.name:
             self._start_satellite(post)
         for other in self._posts.values():
-            if other.name != follows:  # each hears of it some time
-                self._world.later(5.0 * self._rng.random(), lambda o=other: self._follow(o))  # type: ignore[misc]
-
-    def _follow(self, post: Post) -> None:
-        if post.cell is not None and post.cell.core is not None and post.cell.core.address != self._address:
-            post.cell.core.connect(self._address)
+            if other.name != follows and other.process is not None:  # each hears of it some time
+                process, tell = other.process, other.directions.tell
+                self._world.later(5.0 * self._rng.random(), lambda p=process, t=tell, a=self._address: p.call(t, a))  # type: ignore[misc]
 
     def _tell(self, post: Post, trains: bool) -> None:
-        if post.name != self._core and post.cell is not None and not self._over:
-            post.duty.tell(trains)
-            post.cell.process.call(post.cell.hurry)
+        post.trains = trains
+        if post.name != self._core and post.process is not None and not self._over:
+            post.process.call(post.duty.tell, trains)
 
     def _start_core(self, name: str, *, fresh: bool) -> None:
         post = self._posts[name]
-        post.duty.tell(True)
-        cell = self._life(post, "core", "")
-        self._address = address_of(cell.process)
-        step, cell.learner.state = self._world.last_checkpoint()
-        post.task = cell.process.spawn(core_life(cell, step, fresh=fresh))
+        process, life = self._life(post, "core")
+        post.duty = Told(True)
+        self._address = address_of(process)
+        post.task = process.spawn(core_life(Cell(self._world, process, name, life, post.duty, ""), fresh=fresh))
 
     def _start_satellite(self, post: Post) -> None:
-        cell = self._life(post, "satellite", self._address)
-        post.task = cell.process.spawn(satellite_life(cell))
+        process, life = self._life(post, "satellite")
+        duty, post.directions = Told(post.trains), Directions(self._address)
+        post.duty = duty
 
-    def _life(self, post: Post, kind: str, core: str) -> Cell:
+        def make(core: str) -> Cell:
+            return Cell(self._world, process, post.name, life, duty, core)
+
+        post.task = process.spawn(satellite_life(make, post.directions))
+
+    def _life(self, post: Post, kind: str) -> tuple[Process, int]:
         """A new life. The one before is ended, unless it is stopped: then nobody can, and it will wake as a zombie."""
-        if post.cell is not None and post.cell.process.life is not Life.STOPPED:
-            post.cell.process.kill()
+        if post.process is not None and post.process.life is not Life.STOPPED:
+            post.process.kill()
         life = self._world.life(post.name)
-        process = self._world.process(kind, f"{post.name}/{life}")
-        post.cell = Cell(self._world, process, post.name, life, self._world.start, post.duty, core)
-        post.lost_at_s = None
-        return post.cell
+        post.process, post.lost_at_s = self._world.process(kind, f"{post.name}/{life}"), None
+        return post.process, life

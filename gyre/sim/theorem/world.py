@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from gyre.buffer.queries import Task, TaskSet
+from gyre.errors import WorkFailed
 from gyre.sim.theorem.buffer import Buffer, Disk
 from gyre.sim.theorem.chronicle import Chronicle, Said, Snapshot
 from gyre.sim.theorem.clock import Life, Process, VirtualLoop, current
@@ -43,7 +44,7 @@ class World:
         )  # fmt: skip
         self.network = Network(loop, plan.weather, plan.seed, self._listen)
         self.meetings = Meetings(loop, plan.seed, trouble=plan.collective_trouble, seconds=plan.collective_s)
-        self.checkpoints: list[tuple[int, State]] = []  # (step, state), in the order of saving
+        self.checkpoints: dict[int, tuple[int, State]] = {}  # step → (term, state)
         self.buffer: Buffer | None = None
         self.struck: list[str] = []  # faults that happened, for people
         self._kinds: dict[Process, str] = {}
@@ -137,7 +138,15 @@ class World:
                     sandboxes[name] = self.start_sandbox(name)
 
 
-    def last_checkpoint(self) -> tuple[int, State]:
-        """Of the newest step; copies."""
-        step, state = max(self.checkpoints, key=lambda c: c[0], default=(0, self.start))
-        return step, state.copy()
+    def save(self, term: int, step: int, state: State) -> None:
+        """As `train.checkpoint.save` does it."""
+        if any(t > term for t, _ in self.checkpoints.values()):
+            raise WorkFailed("a newer core exists")
+        self.checkpoints[step] = (term, state)
+        kept = sorted(n for n in self.checkpoints if n <= step)[-self.plan.config.train.keep_checkpoints :]
+        self.checkpoints = {n: self.checkpoints[n] for n in kept}
+
+    def last_checkpoint(self, before: int | None) -> tuple[int, int, State]:
+        """The newest (of a step below `before`) as (step, term, state); where the run starts if there is none."""
+        steps = [n for n in self.checkpoints if before is None or n < before]
+        return (max(steps), *self.checkpoints[max(steps)]) if steps else (0, 0, self.start)
