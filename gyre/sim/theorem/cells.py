@@ -75,7 +75,6 @@ class Cell:
                 world.network, process, core, FromTrain,
                 kind="train", name=name, incarnation=self.incarnation, resend_s=config.net.resend_s,
             )  # fmt: skip
-        self._minted = 0
         self.ledger = Ledger(client, config, cell=name, incarnation=self.incarnation, mint=self.mint)
         self.learner = TableLearner(
             world.start, config.train.lr, config.train.clip_norm, world.plan.groups, config.system.rollouts_per_group,
@@ -83,8 +82,7 @@ class Cell:
         )  # fmt: skip
 
     def mint(self) -> str:
-        self._minted += 1
-        return f"{self.process.name}-{self._minted}"
+        return self.world.mint(self.process)
 
     def sight(self, where: str, version: Version, weights: Vector) -> None:
         self.world.chronicle.sights.append(Sight(self.world.loop.time(), f"{self.process.name} {where}", version.term, version.step, weights.copy()))

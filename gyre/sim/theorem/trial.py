@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import logging
 import sys
+import traceback
 from dataclasses import dataclass
 
 from gyre.sim.theorem import clock
@@ -54,7 +55,7 @@ def play(plan: Plan) -> Verdict:
     try:
         clock.run(main, end_s=END_S, end_turns=END_TURNS)
     except (Stuck, AssertionError, Exception) as e:
-        findings.append(f"{type(e).__name__}: {e}")
+        findings.append("".join(traceback.format_exception(e)) if isinstance(e, BaseExceptionGroup) else f"{type(e).__name__}: {e}")
     world = worlds[0]
     findings += judge(world.chronicle)
     return Verdict(plan, world.chronicle, world.struck, findings, world.loop.time(), world.loop.turns)

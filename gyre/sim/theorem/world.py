@@ -51,6 +51,7 @@ class World:
         self._moments: Counter[tuple[str, str]] = Counter()
         self._faults: list[Fault] = list(plan.faults)
         self._lives: Counter[str] = Counter()
+        self._minted: Counter[Process] = Counter()
         self._outside = Process(loop, "world")
 
     # --- processes and what befalls them ---
@@ -65,6 +66,11 @@ class World:
         """The number of this life of a name, from 0."""
         self._lives[name] += 1
         return self._lives[name] - 1
+
+    def mint(self, process: Process) -> str:
+        """A message id that no other life, and no other part of this one, ever had."""
+        self._minted[process] += 1
+        return f"{process.name}-{self._minted[process]}"
 
     def _listen(self, sender: str, to: str, message: Message) -> None:
         self.chronicle.said.append(Said(self.loop.time(), sender, to, message))
