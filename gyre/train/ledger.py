@@ -128,6 +128,11 @@ class Ledger:
         if not isinstance(reply, Ack):
             raise self._refused(reply)
 
+    def abandon(self, step: int) -> None:
+        """Tell, without waiting for an answer, that this cell ends and its accumulator of `step` with it."""
+        own = Member(self.cell, self.incarnation)
+        self._client.send(VoidIncarnations(id=self._mint(), term=self.term, step=step, cells=[own], reason="the cell was told to end"))
+
     async def commit(self, manifest: Manifest, metrics: dict[str, float | None]) -> None:
         """Make the update of a manifest count."""
         message = CommitStep(id=self._mint(), term=self.term, step=manifest.step, hash=manifest.hash, metrics=metrics)
@@ -157,12 +162,12 @@ class Ledger:
         """Keep the claims' leases alive, until cancelled."""
         while True:
             await asyncio.sleep(self._renew_s)
-            if self.term == 0:
+            term, incarnation = self.term, self.incarnation
+            if term == 0:
                 continue  # has not joined anything
-            incarnation = self.incarnation
-            message = RenewClaims(id=self._mint(), term=self.term, cell=self.cell, incarnation=incarnation)
+            message = RenewClaims(id=self._mint(), term=term, cell=self.cell, incarnation=incarnation)
             reply = await self._ask(message, "gyre-buffer to renew claims")
-            if isinstance(reply, Refuse) and incarnation == self.incarnation:
+            if isinstance(reply, Refuse) and (term, incarnation) == (self.term, self.incarnation):
                 self._voided = True
 
     def _check(self) -> None:

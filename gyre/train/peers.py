@@ -26,7 +26,7 @@ from gyre.train.protocols import Collective, CollectiveFailed, Compute, Group, L
 from gyre.types import Version
 from gyre.weights.shared import host_id
 from gyre.weights.snapshot import Snapshot, SnapshotStore
-from gyre.weights.transfer import serve_chunk
+from gyre.weights.transfer import reader, serve_chunk
 from gyre.wire.arrays import Array
 from gyre.wire.messages import AttendStep, Hold, JoinStep, Manifest, Member, Message, PullChunk, ReduceOrder, Refuse, StepEnded, StepOffer
 
@@ -135,8 +135,11 @@ class Peers:
             self._answer(cell)
 
     def _answer(self, cell: str) -> None:
-        message = self._waiting[cell].message
+        waiting = self._waiting[cell]
+        message = waiting.message
         answer = self._about_joining(message) if isinstance(message, JoinStep) else self._about_the_end(message)
+        if isinstance(answer, StepOffer):
+            self._snapshots.lease(asyncio.get_running_loop().time(), reader(waiting.peer), answer.version)
         if answer is not None:
             self._reply(cell, answer)
 

@@ -108,6 +108,9 @@ class CellLedger(Protocol):
     async def void(self, step: int, cells: list[Member], reason: str) -> None:
         """These accumulators are lost, or given up."""
 
+    def abandon(self, step: int) -> None:
+        """This cell ends: its accumulator of `step` is lost. Told without waiting; if that is lost too, the lease tells it later."""
+
     async def note(self, event: str, **fields: Any) -> None:
         """An event for the run's log."""
 

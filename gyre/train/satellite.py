@@ -57,6 +57,7 @@ class Satellite:
     ) -> None:
         self._learner, self._ledger, self._core, self._collective = learner, ledger, core, collective
         self._duty, self._compute, self._report = duty, compute, report
+        self._reduced = False  # it took part in a reduction of the open step
 
     async def run(self) -> None:
         """Idle while the cell rolls out, take part while it trains. Returns when the run's last step is committed."""
@@ -88,6 +89,7 @@ class Satellite:
         """Begin a new incarnation at the open step. None: told to roll out before one was open."""
         started = asyncio.get_running_loop().time()
         self._ledger.rejoin()
+        self._ledger.term = 0  # of no core, until it has pulled one's weights
         await self._compute(self._learner.zero)
         self._report("joining", {})
         while self._duty.trains:
@@ -102,8 +104,17 @@ class Satellite:
 
     async def _one_step(self, version: Version) -> Version | None:
         """From the weights of `version` to the next ones. None: the cell left. Raises `Voided`."""
-        own = Member(self._ledger.cell, self._ledger.incarnation)
+        self._reduced = False
         held: list[str] = []
+        try:
+            return await self._until_ended(version, held)
+        except asyncio.CancelledError:
+            if held and not self._reduced:  # what was reduced may count by now
+                self._ledger.abandon(version.step + 1)
+            raise
+
+    async def _until_ended(self, version: Version, held: list[str]) -> Version | None:
+        own = Member(self._ledger.cell, self._ledger.incarnation)
         attempt, failed = 0, ""
         while True:
             await self._fill(version, held)
@@ -116,7 +127,7 @@ class Satellite:
             end = await self._core.attend(version, own, held, self._learner.tally, attempt=attempt, failed=failed, leaving=leaving)
             match end:
                 case Reduce():
-                    attempt, failed = end.attempt, ""
+                    attempt, failed, self._reduced = end.attempt, "", True
                     self._report(f"step {version.step + 1}: reduction {attempt}", {"step": version.step + 1})
                     try:
                         await self._collective.reduce(end.group, end.deadline_s)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import sqlite3
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from alone import check_against_alone, check_counted_once
-from whole_run import RIGHT, WRONG, Run
+from whole_run import DEADLINE_S, RIGHT, WRONG, Run
+
+from gyre.net.endpoints import endpoint
+from gyre.net.sockets import Peer, Server, mint
+from gyre.wire.messages import Ack, Message, SetRole, ToCoord, WorkerStatus
 
 SATELLITES = ("sat1", "sat2")
 STEPS = 4
@@ -75,9 +81,9 @@ def holds(run: Run, cell: str) -> bool:
         return bool(db.execute("SELECT 1 FROM micro_steps WHERE cell = ? AND state = 'accumulated'", (cell,)).fetchall())
 
 
-def finish(run: Run, *satellites: str) -> list[dict[str, Any]]:
+def finish(run: Run, *satellites: str, core: str = "train") -> list[dict[str, Any]]:
     """All end by themselves; every step counts every micro-step once; the weights are one cell's alone. Returns the steps."""
-    for name in ("train", *satellites, "sandbox", "buffer"):
+    for name in (core, *satellites, "sandbox", "buffer"):
         run.wait(name)
     run.processes["rollout"].send_signal(signal.SIGTERM)
     run.wait("rollout", 143)
@@ -149,3 +155,85 @@ def test_kill_the_core(cells: Run) -> None:
     finish(cells, *SATELLITES)
     assert [e["term"] for e in events(cells, "term")] == [1, 2]
     assert all(len(events(cells, "joined", cell=s)) >= 2 for s in SATELLITES)
+
+
+class TinyCoordinator:
+    """Tells every trainer what it is to be, again and again, and keeps what each said last. In a thread of its own."""
+
+    def __init__(self, run: Run) -> None:
+        self.address = endpoint(run.dir, "coord")
+        self.heard: dict[str, WorkerStatus] = {}
+        self.orders: dict[str, tuple[str, int]] = {}  # cell: (role, epoch)
+        self.core = ""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main(run.dir.name)))
+        self._thread.start()
+
+    def tell(self, epoch: int, core: str, **roles: str) -> None:
+        self.core = core
+        self.orders |= {cell: (role, epoch) for cell, role in roles.items()}
+
+    def says(self, cell: str, role: str) -> bool:
+        said = self.heard.get(cell)
+        return said is not None and said.role == role and said.epoch == self.orders[cell][1]
+
+    async def _main(self, run_id: str) -> None:
+        server = Server.bind(self.address, ToCoord, kind="coord", name="coord", run_id=run_id)
+
+        def handle(peer: Peer, message: Message, _: Any) -> None:
+            if isinstance(message, WorkerStatus):
+                self.heard[message.cell] = message
+                server.send(peer, Ack(id=mint(), cause=message.id))
+                core = self.heard.get(self.core)
+                if message.cell in self.orders and core is not None:
+                    role, epoch = self.orders[message.cell]
+                    server.send(peer, SetRole(id=mint(), role=role, epoch=epoch, core=core.address, core_cell=self.core))
+
+        serving = asyncio.create_task(server.serve(handle))
+        while not self._stop.is_set():
+            await asyncio.sleep(0.05)
+        serving.cancel()
+        server.close()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(30)
+
+
+def test_a_cell_turns_and_is_promoted(cells: Run) -> None:
+    """auto: idle until told; the core told to roll out keeps its optimizer and goes on where it was; killed, another cell takes over from the last
+    checkpoint under a new term, and an old core that wakes later ends with a clear error."""
+    coord = TinyCoordinator(cells)
+    try:
+        for command in ("buffer", "rollout"):
+            cells.start(command, *(("--train", endpoint(cells.dir, "train", "a")) if command == "rollout" else ()))
+        for name in ("a", "b"):
+            cells.start("train", "--role", "auto", "--cell", name, "--coord", coord.address, name=name)
+        cells.until(lambda: {"a", "b"} <= coord.heard.keys() and coord.heard["b"].role == "idle", "two idle trainers")
+        coord.tell(1, "a", a="rollout", b="rollout")
+        cells.until(lambda: bool(events(cells, "publication", step=0)), "the core to publish, though it rolls out")
+        cells.until(lambda: coord.says("a", "idle"), "the core to be idle")
+        cells.start("sandbox")
+        coord.tell(2, "a", a="train", b="train")
+        cells.until(lambda: coord.says("a", "training") and coord.says("b", "training"), "both to train")
+        cells.until(lambda: holds(cells, "b"), "the satellite to have a part")
+        coord.tell(3, "a", b="rollout")
+        cells.until(lambda: coord.says("b", "idle"), "the satellite to leave")
+        assert events(cells, "left", cell="b")
+        coord.tell(4, "a", b="train")
+        cells.until(lambda: bool(events(cells, "checkpoint", step=2)), "a checkpoint")
+        os.kill(cells.processes["a"].pid, signal.SIGSTOP)
+        coord.orders.pop("a")  # it will hear of the new core from the buffer alone
+        coord.tell(5, "b", b="train")
+        cells.until(lambda: len(events(cells, "term")) == 2, "the promotion")
+        zombie, engine = cells.processes.pop("a"), cells.processes["rollout"]
+        engine.kill()
+        engine.wait(30)
+        cells.start("rollout", "--train", endpoint(cells.dir, "train", "b"))
+        os.kill(zombie.pid, signal.SIGCONT)
+        assert zombie.wait(DEADLINE_S) == 1
+        assert cells.log("a").splitlines()[-1].startswith("error: "), cells.log("a")[-500:]
+        steps = finish(cells, core="b")
+        assert [e["cell"] for e in events(cells, "term")] == ["a", "b"] and {s["term"] for s in steps} == {1, 2}
+    finally:
+        coord.close()

@@ -11,9 +11,10 @@ import torch
 
 from gyre.config import Model, Train
 from gyre.errors import UsageError, WorkFailed
-from gyre.train.metrics import step_metrics
+from gyre.train.metrics import Tally, merged, step_metrics
 from gyre.train.model import Policy, micro_batches
 from gyre.train.optimizer import Learner, learning_rate
+from gyre.types import Version
 from gyre.wire.messages import StepStats
 
 MakeMicroStep = Callable[..., Any]
@@ -241,3 +242,48 @@ def test_bad_model_is_one_line(tmp_path: Path) -> None:
 def test_inverted_region_is_refused(tiny_model: Path) -> None:
     with pytest.raises(UsageError, match="ratio_low"):
         learner(tiny_model, ratio_low=2.0, ratio_high=0.5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_learner_that_slept_goes_on_bit_for_bit(tiny_model: Path, micro_step: MakeMicroStep, dtype: str) -> None:
+    """Asleep in the midst of a step, and between two: accumulator, moments and weights are as those of one that stayed awake."""
+    one, other = learner(tiny_model, dtype=dtype), learner(tiny_model, dtype=dtype)
+    for step in (1, 2):
+        for k in range(3):
+            for x in (one, other):
+                x.accumulate(micro_step(row(10 * step + k, 9, 4, (-1.0) ** k)), step - 1)
+            other.sleep()
+            other.wake()
+        assert all(torch.equal(a, b) for a, b in zip(one.sums, other.sums, strict=True))
+        assert one.update(step, 3) == other.update(step, 3)
+        other.sleep()
+        snapshot = other.snapshot(Version(1, step))  # snapshots are lent by a core that sleeps
+        other.wake()
+        assert snapshot.checksum == one.snapshot(Version(1, step)).checksum
+        one.zero()
+        other.zero()
+
+
+def test_a_snapshot_of_a_step_is_installed_bit_for_bit(tiny_model: Path, micro_step: MakeMicroStep) -> None:
+    one, other = learner(tiny_model, dtype="bfloat16"), learner(tiny_model, dtype="bfloat16")
+    one.accumulate(micro_step(row(1, 9, 4, 1.0)), 0)
+    one.update(1, 1)
+    snapshot = one.snapshot(Version(1, 1))
+    other.install(snapshot.tensors, snapshot.data)
+    for x in (one, other):
+        x.zero()
+        x.accumulate(micro_step(row(2, 9, 4, 1.0)), 1)
+    assert all(torch.equal(a, b) for a, b in zip(one.weights, other.weights, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(one.sums, other.sums, strict=True))
+
+
+def test_tallies_of_cells_add_up_to_the_whole_steps(tiny_model: Path, micro_step: MakeMicroStep) -> None:
+    whole, parts = learner(tiny_model), [learner(tiny_model) for _ in range(3)]
+    for k in range(5):
+        data = micro_step(row(k, 9, 3 + k % 2, (-1.0) ** k, version=k % 2))
+        whole.accumulate(data, 1)
+        parts[k % 2].accumulate(data, 1)  # the third has nothing
+    together = merged([Tally.of(p.tally.numbers()) for p in parts])
+    for mine, theirs in zip(together.numbers(), whole.tally.numbers(), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)
+    assert together.all_versions.max == whole.tally.all_versions.max and together.current_version.tokens == whole.tally.current_version.tokens
