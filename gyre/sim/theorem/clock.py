@@ -84,10 +84,13 @@ class Process:
     def wake(self) -> None:
         """Go on where it was stopped; the dead stay dead."""
         if self.life is Life.STOPPED:
-            self._release()
+            self.release()
 
-    def _release(self) -> None:
+    def release(self, *, last: bool = False) -> None:
+        """Go on, also if it is dead. `last`: nothing happens to it any more."""
         self.life = Life.RUNNING
+        if last:
+            self._at = None
         held, self._held = self._held, []
         self._loop.ready(held)
 
@@ -217,7 +220,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def end(self) -> None:
         """Let what is left come to its end, the dead too, so that nothing is left for the interpreter to tidy up."""
         for process in self.processes:
-            process._release()
+            process.release(last=True)
         left = [t for t in self._tasks if not t.done()]
         for task in left:
             task.cancel()
