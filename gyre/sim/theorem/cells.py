@@ -17,7 +17,6 @@ from gyre.sim.theorem.chronicle import Sight, Update, Vector
 from gyre.sim.theorem.clock import Process
 from gyre.sim.theorem.compute import Compute
 from gyre.sim.theorem.collective import MemoryCollective
-from gyre.sim.theorem.learner import TableLearner
 from gyre.sim.theorem.network import Client, Server
 from gyre.sim.theorem.world import World
 from gyre.train.corelink import CoreLink
@@ -76,10 +75,7 @@ class Cell:
                 kind="train", name=name, incarnation=self.incarnation, resend_s=config.net.resend_s,
             )  # fmt: skip
         self.ledger = Ledger(client, config, cell=name, incarnation=self.incarnation, mint=self.mint)
-        self.learner = TableLearner(
-            world.start, config.train.lr, config.train.clip_norm, world.plan.groups, config.system.rollouts_per_group,
-            observe=self._observe, stepped=self._stepped,
-        )  # fmt: skip
+        self.learner = world.kind.learner(self._observe, self._stepped)
 
     def mint(self) -> str:
         return self.world.mint(self.process)
@@ -91,10 +87,9 @@ class Cell:
         self.sight("accumulates", Version(self.ledger.term, step), weights)
         self.world.moment("accumulate")
 
-    def _stepped(self, step: int, weights: Vector, counts: Counter[str]) -> None:
-        self.world.chronicle.updates.append(
-            Update(self.world.loop.time(), self.process.name, self.ledger.term, step, weights.copy(), counts)
-        )  # fmt: skip
+    def _stepped(self, step: int, gradient: Vector, weights: Vector, counts: Counter[str]) -> None:
+        update = Update(self.world.loop.time(), self.process.name, self.ledger.term, step, gradient.copy(), weights.copy(), counts)
+        self.world.chronicle.updates.append(update)
         self.world.moment("update")
 
 
@@ -110,8 +105,9 @@ class Engines:
         self._cell.world.moment("lend")
 
     def _snapshot(self, version: Version) -> Snapshot:
-        self._cell.sight("lends", version, self._cell.learner.state.weights)
-        return self._cell.learner.snapshot(version)
+        self._cell.sight("lends", version, self._cell.learner.vector)
+        made: Snapshot = self._cell.learner.snapshot(version)
+        return made
 
     async def acknowledged(self, version: Version) -> list[str]:
         await asyncio.sleep(self._rng.random())
@@ -134,14 +130,15 @@ async def core_life(cell: Cell, *, fresh: bool) -> None:
     learner = cell.learner
 
     def save(term: int, step: int, lr: float) -> Path:
-        cell.sight("saves", Version(term, step), learner.state.weights)
+        cell.sight("saves", Version(term, step), learner.vector)
         world.moment("save")
-        world.save(term, step, learner.state.copy())
+        world.save(term, step, learner.saved())
         return Path(f"step-{step}")
 
     def make(version: Version) -> Snapshot:
-        cell.sight("offers", version, learner.state.weights)
-        return learner.snapshot(version)
+        cell.sight("offers", version, learner.vector)
+        made: Snapshot = learner.snapshot(version)
+        return made
 
     async with asyncio.TaskGroup() as tasks:
 
@@ -171,7 +168,7 @@ async def _take_term(cell: Cell, fresh: bool) -> int:
     before: int | None = None
     while True:
         step, term, state = cell.world.last_checkpoint(before)
-        cell.learner.state = state.copy()
+        cell.learner.restore(state)
         try:
             cell.learner.total_steps = await cell.ledger.acquire(step, fresh=fresh, checkpoint_term=term)
             return step

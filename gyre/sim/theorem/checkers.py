@@ -7,25 +7,24 @@ Invariants of a run that they check
 - `lineage`: committed steps follow each other; a new term goes back to a step of the lineage; no group is consumed twice in what survives.
 - `counts`: in every snapshot the states add up to the executions admitted, and are those of the rows on disk.
 - `durable`: what the buffer acknowledged is in its ledger.
-- `weights`: wherever weights are seen under a version's name they are those of one cell alone, and the version is committed.
+- `weights`: the gradient and the weights of every committed step are those of one cell alone, and so are weights wherever they are seen under a
+  version's name, which is one that was committed.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import numpy as np
 
-from gyre.sim.theorem import reference
 from gyre.sim.theorem.buffer import Event
-from gyre.sim.theorem.chronicle import Chronicle, Said
+from gyre.sim.theorem.chronicle import Chronicle
 from gyre.sim.theorem.feeder import Execution, execution
 from gyre.types import RolloutState
 from gyre.wire.messages import Ack, CommitStep, MicroStepClaimed, Published, RolloutEnded, TermGranted
-
-TOLERANCE: Final = 1e-9
 
 Findings = Iterator[str]
 
@@ -166,38 +165,43 @@ def durable(c: Chronicle) -> Findings:
 
 
 def weights(c: Chronicle) -> Findings:
-    versions = versions_of(c)
-    scale = 1.0 + float(np.abs(c.start).max())
+    states, gradients = _versions(c)
     for sight in c.sights:
-        state = versions.get((sight.term, sight.step))
-        if state is None:
+        expected = states.get((sight.term, sight.step))
+        if expected is None:
             yield f"{sight.where} at {sight.at_s:.3f} s saw version {sight.term}.{sight.step}, which was never committed"
-            continue
-        error = float(np.abs(sight.weights - np.array(state.weights)).max())
-        if not error <= TOLERANCE * scale:
-            yield f"{sight.where} at {sight.at_s:.3f} s: weights of version {sight.term}.{sight.step} differ from one cell's alone by {error:.3g}"
-    committed = {(e.fields["term"], e.fields["step"]) for e in _steps(c)}
+        elif (error := _error(sight.weights, expected)) > c.tolerance:
+            yield f"{sight.where} at {sight.at_s:.3f} s: weights of version {sight.term}.{sight.step} are {error:.3g} from one cell's alone"
     for u in c.updates:
-        state = versions.get((u.term, u.step))
-        if state is not None and (u.term, u.step) in committed:
-            error = float(np.abs(u.weights - np.array(state.weights)).max())
-            if not error <= TOLERANCE * scale:
-                yield f"{u.process}: the update of step {u.step} of term {u.term} differs from one cell's alone by {error:.3g}"
+        if (u.term, u.step) in gradients:
+            errors = _error(u.gradient, gradients[u.term, u.step]), _error(u.weights, states[u.term, u.step])
+            if max(errors) > c.tolerance:
+                yield f"{u.process}: gradient and weights of step {u.step} of term {u.term} are {errors} from one cell's alone"
 
 
-def versions_of(c: Chronicle) -> dict[tuple[int, int], reference.State]:
-    """The state of every version that ever existed, computed from scratch along each lineage."""
+def _error(found: Any, expected: Any) -> float:
+    """The largest difference, relative to the largest element; infinite where it is no number."""
+    found, expected = np.asarray(found), np.asarray(expected)
+    error = float(np.abs(found - expected).max()) / max(float(np.abs(expected).max()), 1e-3)
+    return error if math.isfinite(error) else math.inf
+
+
+def _versions(c: Chronicle) -> tuple[dict[tuple[int, int], Any], dict[tuple[int, int], Any]]:
+    """The weights of every version that ever existed and the gradient of every committed step, by (term, step), from scratch along each lineage."""
     endings = _Endings(c)
-    line = [reference.begin([float(x) for x in c.start])]
-    found: dict[tuple[int, int], reference.State] = {}
+    line = [c.alone.begin()]
+    found: dict[tuple[int, int], Any] = {}
+    gradients: dict[tuple[int, int], Any] = {}
     for e in c.disk.events:
         if e.kind == "term":
             del line[e.fields["step"] + 1 :]
-            found.update({(e.fields["term"], k): state for k, state in enumerate(line)})
+            found.update({(e.fields["term"], k): c.alone.weights(state) for k, state in enumerate(line)})
         elif e.kind == "step":
-            line.append(reference.step(line[-1], endings.of(e.fields["groups"]), c.lr, c.clip_norm))
-            found[(e.fields["term"], e.fields["step"])] = line[-1]
-    return found
+            name = e.fields["term"], e.fields["step"]
+            state, gradients[name] = c.alone.step(line[-1], endings.of(e.fields["groups"]), e.fields["step"])
+            line.append(state)
+            found[name] = c.alone.weights(state)
+    return found, gradients
 
 
 CHECKERS: Final[tuple[Callable[[Chronicle], Findings], ...]] = (partition, voided, cores, lineage, counts, durable, weights)

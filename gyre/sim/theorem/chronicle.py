@@ -8,16 +8,27 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from gyre.sim.theorem.buffer import Disk
+from gyre.sim.theorem.feeder import Execution
 from gyre.types import RolloutState
 from gyre.wire.messages import Counters, Message
 
 Vector = npt.NDArray[np.float64]
+
+
+class Alone(Protocol):
+    """One cell alone: the state it begins with, its weights, and a step over graded executions by group, with the step's gradient."""
+
+    def begin(self) -> Any: ...
+
+    def weights(self, state: Any) -> Any: ...
+
+    def step(self, state: Any, groups: list[list[Execution]], step: int) -> tuple[Any, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -43,12 +54,13 @@ class Sight:
 
 @dataclass(frozen=True)
 class Update:
-    """An optimizer step as the learner made it. `counts` is how often each trajectory's gradient was in the sum."""
+    """An optimizer step as the learner made it: its gradient before clipping, the weights after, how often each trajectory was in the sum."""
 
     at_s: float
     process: str
     term: int
     step: int
+    gradient: Vector
     weights: Vector
     counts: Counter[str]
 
@@ -64,17 +76,14 @@ class Snapshot:
 
 @dataclass
 class Chronicle:
-    """One world's history. `trouble` and `rewards` are what the sandboxes draw with."""
+    """One world's history. `trouble` and `rewards` are what the sandboxes draw with, `tolerance` is relative to one cell's gradients and weights."""
 
     seed: int
-    groups_per_step: int
-    rollouts_per_group: int
     trouble: float
     rewards: int
-    lr: float
-    clip_norm: float
+    alone: Alone
+    tolerance: float
     disk: Disk
-    start: Vector
     said: list[Said] = field(default_factory=list)
     sights: list[Sight] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from gyre.sim.theorem.chronicle import Vector
 from gyre.sim.theorem.feeder import VOCABULARY
+from gyre.sim.theorem.plan import Plan
+from gyre.sim.theorem.reference import Table
 from gyre.train.metrics import Tally
 from gyre.train.model import MicroStepData
 from gyre.train.protocols import Update
@@ -28,7 +30,9 @@ from gyre.types import TensorSpec, Version
 from gyre.weights.snapshot import Allocate, Snapshot, pack, unpack
 
 Observe = Callable[[int, Vector], None]
-Stepped = Callable[[int, Vector, Counter[str]], None]
+Stepped = Callable[[int, Vector, Vector, Counter[str]], None]
+
+TOLERANCE: Final = 1e-9
 
 
 class State(NamedTuple):
@@ -83,7 +87,7 @@ def initial(seed: int) -> State:
 
 
 class TableLearner:
-    """See the module. `observe(version, weights)` is called when weights are used, `stepped(step, weights, counts)` with each update."""
+    """See the module. `observe(version, weights)` is called when weights are used, `stepped(step, gradient, weights, counts)` with each update."""
 
     def __init__(
         self, start: State, lr: float, clip_norm: float, groups: int, rollouts_per_group: int, *, observe: Observe, stepped: Stepped
@@ -104,6 +108,18 @@ class TableLearner:
     @property
     def weights(self) -> list[Tensor]:
         return [torch.from_numpy(self.state.weights)]
+
+    @property
+    def vector(self) -> Vector:
+        """All weights in one row."""
+        return self.state.weights
+
+    def saved(self) -> State:
+        """What a checkpoint holds."""
+        return self.state.copy()
+
+    def restore(self, state: State) -> None:
+        self.state = state.copy()
 
     def zero(self) -> None:
         self._gradient[:] = 0.0
@@ -134,7 +150,7 @@ class TableLearner:
             n, m, v = n + 1, 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
             w -= self._lr * (m / (1 - 0.9**n)) / (np.sqrt(v / (1 - 0.95**n)) + 1e-8)  # in place: snapshots must be copies
             self.state = State(w, m, v, n)
-        self._stepped(step, self.state.weights, Counter({named(int(k), self._per_group): int(counts[k]) for k in np.flatnonzero(counts)}))
+        self._stepped(step, gradient / max(1, executions), self.state.weights, Counter({named(int(k), self._per_group): int(counts[k]) for k in np.flatnonzero(counts)}))
         return Update(norm > 0, norm, self._lr)
 
     def snapshot(self, version: Version, allocate: Allocate = bytearray) -> Snapshot:
@@ -150,3 +166,18 @@ class TableLearner:
 
     def wake(self) -> None:
         """There is no device."""
+
+
+class Tables:
+    """Learners of one world, all alike, and one cell alone (`world.Kind`)."""
+
+    tolerance = TOLERANCE
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._train = plan, plan.config.train
+        self.start = initial(plan.seed)
+        self.alone = Table([float(x) for x in self.start.weights], self._train.lr, self._train.clip_norm)
+
+    def learner(self, observe: Observe, stepped: Stepped) -> TableLearner:
+        n = self._plan.config.system.rollouts_per_group
+        return TableLearner(self.start, self._train.lr, self._train.clip_norm, self._plan.groups, n, observe=observe, stepped=stepped)

@@ -31,12 +31,17 @@ class State:
     n: int
 
 
-def begin(weights: list[float]) -> State:
-    return State(weights, [0.0] * len(weights), [0.0] * len(weights), 0)
-
-
 def reward(e: Execution) -> float:
     return 0.0 if e.ending is GRADED_WITHOUT_REWARD or e.reward is None else e.reward
+
+
+def advantages(group: list[Execution]) -> list[float]:
+    """Of each execution; exactly 0 where all rewards are equal."""
+    rewards = [reward(e) for e in group]
+    if not rewards or min(rewards) == max(rewards):
+        return [0.0] * len(rewards)
+    mean = math.fsum(rewards) / len(rewards)
+    return [r - mean for r in rewards]
 
 
 def gradient(weights: list[float], groups: list[list[Execution]]) -> list[float]:
@@ -44,13 +49,8 @@ def gradient(weights: list[float], groups: list[list[Execution]]) -> list[float]
     total = [0.0] * len(weights)
     graded = sum(len(g) for g in groups)
     for group in groups:
-        if not group:
-            continue
-        rewards = [reward(e) for e in group]
-        mean = rewards[0] if min(rewards) == max(rewards) else math.fsum(rewards) / len(rewards)
-        for e in group:
+        for e, advantage in zip(group, advantages(group), strict=True):
             trainable = sum(sum(b.trainable) for b in e.branches)
-            advantage = reward(e) - mean
             for b in e.branches:
                 for t in range(1, len(b.tokens)):
                     if b.trainable[t]:
@@ -74,18 +74,29 @@ def _single(x: float) -> float:
     return value
 
 
-def step(state: State, groups: list[list[Execution]], lr: float, clip: float) -> State:
-    """The state after one more step; the same state if there is nothing to learn from."""
-    g = gradient(state.weights, groups)
-    norm = math.sqrt(math.fsum(x * x for x in g))
-    if norm == 0.0:
-        return state
-    scale = clip / norm if 0 < clip < norm else 1.0
-    g = [x * scale for x in g]
-    n = state.n + 1
-    m = [0.9 * a + 0.1 * x for a, x in zip(state.m, g, strict=True)]
-    v = [0.95 * a + 0.05 * x * x for a, x in zip(state.v, g, strict=True)]
-    moved = [
-        w - lr * (a / (1 - 0.9**n)) / (math.sqrt(b / (1 - 0.95**n)) + 1e-8) for w, a, b in zip(state.weights, m, v, strict=True)
-    ]
-    return State(moved, m, v, n)
+class Table:
+    """One cell alone, as the judges ask it (`chronicle.Alone`)."""
+
+    def __init__(self, start: list[float], lr: float, clip: float) -> None:
+        self._start, self._lr, self._clip = start, lr, clip
+
+    def begin(self) -> State:
+        return State(self._start, [0.0] * len(self._start), [0.0] * len(self._start), 0)
+
+    def weights(self, state: State) -> list[float]:
+        return state.weights
+
+    def step(self, state: State, groups: list[list[Execution]], step: int) -> tuple[State, list[float]]:
+        """The state after one more step, the same if there is nothing to learn from; and the gradient."""
+        g = gradient(state.weights, groups)
+        norm = math.sqrt(math.fsum(x * x for x in g))
+        if norm == 0.0:
+            return state, g
+        scale = self._clip / norm if 0 < self._clip < norm else 1.0
+        clipped = [x * scale for x in g]
+        n = state.n + 1
+        m = [0.9 * a + 0.1 * x for a, x in zip(state.m, clipped, strict=True)]
+        v = [0.95 * a + 0.05 * x * x for a, x in zip(state.v, clipped, strict=True)]
+        factor = self._lr / (1 - 0.9**n)
+        moved = [w - factor * a / (math.sqrt(b / (1 - 0.95**n)) + 1e-8) for w, a, b in zip(state.weights, m, v, strict=True)]
+        return State(moved, m, v, n), g

@@ -18,9 +18,10 @@ from gyre.sim.theorem import clock
 from gyre.sim.theorem.checkers import judge
 from gyre.sim.theorem.chronicle import Chronicle
 from gyre.sim.theorem.clock import Stuck, VirtualLoop
+from gyre.sim.theorem.learner import Tables
 from gyre.sim.theorem.operator import Operator
 from gyre.sim.theorem.plan import Plan, draw
-from gyre.sim.theorem.world import END_S, END_TURNS, World
+from gyre.sim.theorem.world import END_S, END_TURNS, Kind, World
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,12 @@ class Verdict:
     turns: int
 
 
-def play(plan: Plan) -> Verdict:
-    """Run a plan to its end and judge it."""
+def play(plan: Plan, kind: Kind | None = None) -> Verdict:
+    """Run a plan to its end and judge it. `kind`: tables, if it is not told."""
     worlds: list[World] = []
 
     async def main(loop: VirtualLoop) -> None:
-        world = World(loop, plan)
+        world = World(loop, plan, kind or Tables(plan))
         worlds.append(world)
         going = loop.create_task(world.keep_going(), name="world")
         operator = Operator(world)

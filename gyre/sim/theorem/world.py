@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from typing import Any, Protocol
 
 from gyre.buffer.queries import Task, TaskSet
 from gyre.errors import WorkFailed
@@ -20,7 +21,6 @@ from gyre.sim.theorem.chronicle import Chronicle, Said, Snapshot
 from gyre.sim.theorem.clock import Life, Process, VirtualLoop, current
 from gyre.sim.theorem.collective import Meetings
 from gyre.sim.theorem.feeder import Sandbox
-from gyre.sim.theorem.learner import State, initial
 from gyre.sim.theorem.network import Network
 from gyre.sim.theorem.plan import Fault, Plan
 from gyre.types import RolloutState
@@ -30,21 +30,26 @@ END_TURNS = 100_000
 END_S = 3000.0  # a world that takes longer is stuck: the plans' own times add up to some hundreds
 
 
+class Kind(Protocol):
+    """Which learners the cells of a world have, what they start from, and one cell alone with such a learner."""
+
+    tolerance: float
+    start: Any
+    alone: Any
+
+    def learner(self, observe: Any, stepped: Any) -> Any: ...
+
+
 class World:
     """What the processes of one world share, seen from outside."""
 
-    def __init__(self, loop: VirtualLoop, plan: Plan) -> None:
-        self.loop, self.plan = loop, plan
-        system, train = plan.config.system, plan.config.train
-        self.start: State = initial(plan.seed)
+    def __init__(self, loop: VirtualLoop, plan: Plan, kind: Kind) -> None:
+        self.loop, self.plan, self.kind = loop, plan, kind
         self.disk = Disk()
-        self.chronicle = Chronicle(
-            plan.seed, system.groups_per_step, system.rollouts_per_group, plan.trouble, plan.rewards, train.lr, train.clip_norm, self.disk,
-            self.start.weights,
-        )  # fmt: skip
+        self.chronicle = Chronicle(plan.seed, plan.trouble, plan.rewards, kind.alone, kind.tolerance, self.disk)
         self.network = Network(loop, plan.weather, plan.seed, self._listen)
         self.meetings = Meetings(loop, plan.seed, trouble=plan.collective_trouble, seconds=plan.collective_s)
-        self.checkpoints: dict[int, tuple[int, State]] = {}  # step → (term, state)
+        self.checkpoints: dict[int, tuple[int, Any]] = {}  # step → (term, state)
         self.buffer: Buffer | None = None
         self.struck: list[str] = []  # faults that happened, for people
         self._kinds: dict[Process, str] = {}
@@ -144,7 +149,7 @@ class World:
                     sandboxes[name] = self.start_sandbox(name)
 
 
-    def save(self, term: int, step: int, state: State) -> None:
+    def save(self, term: int, step: int, state: Any) -> None:
         """As `train.checkpoint.save` does it."""
         if any(t > term for t, _ in self.checkpoints.values()):
             raise WorkFailed("a newer core exists")
@@ -152,7 +157,7 @@ class World:
         kept = sorted(n for n in self.checkpoints if n <= step)[-self.plan.config.train.keep_checkpoints :]
         self.checkpoints = {n: self.checkpoints[n] for n in kept}
 
-    def last_checkpoint(self, before: int | None) -> tuple[int, int, State]:
+    def last_checkpoint(self, before: int | None) -> tuple[int, int, Any]:
         """The newest (of a step below `before`) as (step, term, state); where the run starts if there is none."""
         steps = [n for n in self.checkpoints if before is None or n < before]
-        return (max(steps), *self.checkpoints[max(steps)]) if steps else (0, 0, self.start)
+        return (max(steps), *self.checkpoints[max(steps)]) if steps else (0, 0, self.kind.start)
