@@ -44,6 +44,9 @@ def on_acquire(s: State, now: Now, to: Hashable, m: AcquireTerm) -> None:
     if (known := s.replies.get(m.id)) is not None:
         s.reply(to, known)
         return
+    if left_lineage(s, m):
+        s.refuse(to, m, f"the checkpoint at step {m.step} of term {m.checkpoint_term} is of a lineage that was left", stale=True)
+        return
     if not 0 <= m.step <= meta.committed:
         s.refuse(to, m, f"the checkpoint at step {m.step} is ahead of this ledger, whose last committed step is {meta.committed}")
         return
@@ -71,6 +74,14 @@ def on_acquire(s: State, now: Now, to: Hashable, m: AcquireTerm) -> None:
     answer = TermGranted(id="", cause=m.id, term=meta.term, step=m.step, total_steps=meta.total_steps)
     s.remember(m.id, answer)
     s.reply(to, answer)
+
+
+def left_lineage(s: State, m: AcquireTerm) -> bool:
+    """Did a later term go back behind this checkpoint? A core that was taken for dead may write one long after its term ended."""
+    if not 0 < m.checkpoint_term < s.meta.term:
+        return False
+    step = s.steps.get(m.step)
+    return m.step > s.meta.committed or (step is not None and step.term > m.checkpoint_term)
 
 
 def _drop_open_step(s: State) -> None:

@@ -22,7 +22,7 @@ from gyre.config import Config
 from gyre.errors import WorkFailed
 from gyre.net.sockets import mint
 from gyre.train.model import MicroStepData
-from gyre.train.protocols import Claimed, Requester, Voided
+from gyre.train.protocols import Claimed, LeftLineage, Requester, Voided
 from gyre.types import Version
 from gyre.wire.codec import Arrays
 from gyre.wire.messages import (
@@ -68,10 +68,13 @@ class Ledger:
         self._renew_s = config.train.claim_ttl_s / 3
         self._voided = False
 
-    async def acquire(self, step: int, *, fresh: bool = False) -> int:
-        """Become the core from the checkpoint at `step`. Returns the run's total of steps."""
-        reply = await self._ask(AcquireTerm(id=self._mint(), cell=self.cell, step=step, fresh=fresh), "gyre-buffer to grant a term")
+    async def acquire(self, step: int, *, fresh: bool = False, checkpoint_term: int = 0) -> int:
+        """Become the core from the checkpoint at `step`, written under `checkpoint_term`. Returns the run's total of steps. Raises `LeftLineage`."""
+        asked = AcquireTerm(id=self._mint(), cell=self.cell, step=step, fresh=fresh, checkpoint_term=checkpoint_term)
+        reply = await self._ask(asked, "gyre-buffer to grant a term")
         match reply:
+            case Refuse(stale=True):
+                raise LeftLineage(reply.reason)
             case TermGranted():
                 self.term = reply.term
                 return reply.total_steps

@@ -28,6 +28,10 @@ class Voided(Exception):
     """This cell's part is refused as stale: its incarnation was voided, its step is over or its term is. Zero, rejoin as a new incarnation."""
 
 
+class LeftLineage(Exception):
+    """The buffer went back behind this checkpoint since it was written: an older one may do."""
+
+
 class Lost(Exception):
     """A reduction failed. `cells` are those that did not come back from it, to be voided; empty: all did, the same manifest may be tried again."""
 

@@ -35,6 +35,7 @@ from gyre.train.model import Policy
 from gyre.train.optimizer import Learner
 from gyre.train.orders import Orders
 from gyre.train.peers import Peers
+from gyre.train.protocols import LeftLineage
 from gyre.train.satellite import Satellite
 from gyre.types import Version
 from gyre.weights.shared import Shared
@@ -214,12 +215,7 @@ class Cell:
         config, worker, server = self.config, self.worker, self.server
         assert server is not None and self._policy is not None
         worker.status("starting", "loading the model")
-        found = await self.compute(checkpoint.last_good, self.setup.run_dir / "checkpoints") if resume else None
-        learner = await self.compute(_learner, config, found)
-        client = await self._buffer()
-        ledger = Ledger(client, config, cell=self.name, incarnation=worker.incarnation)
-        step = found.state.step if found else 0
-        learner.total_steps = await ledger.acquire(step, fresh=fresh)
+        learner, ledger, step = await self._take_term(resume, fresh)
         log.info("core of term %d from step %d of %d", ledger.term, step, learner.total_steps)
         worker.status("ready", f"step {step} of {learner.total_steps}", step=step)
         collective = TorchCollective(learner, self.compute, self._backend(learner))
@@ -256,6 +252,21 @@ class Cell:
             collective.close()
             if worker.stop.is_set() and not loop.dirty and loop.step > loop.saved:
                 log.info("stopped after step %d: saved as %s", loop.step, await asyncio.to_thread(loop.save))
+
+    async def _take_term(self, resume: bool, fresh: bool) -> tuple[Learner, Ledger, int]:
+        """Become the core from the newest checkpoint of the lineage that survives. Returns the step it begins at beside its parts."""
+        before: int | None = None
+        while True:
+            found = await self.compute(checkpoint.last_good, self.setup.run_dir / "checkpoints", before) if resume else None
+            learner = await self.compute(_learner, self.config, found)
+            step, term = (found.state.step, found.state.term) if found else (0, 0)
+            ledger = Ledger(await self._buffer(), self.config, cell=self.name, incarnation=self.worker.incarnation)
+            try:
+                learner.total_steps = await ledger.acquire(step, fresh=fresh, checkpoint_term=term)
+                return learner, ledger, step
+            except LeftLineage as e:
+                log.warning("%s; trying an older one", e)
+                before = step
 
     # --- satellite ---
 

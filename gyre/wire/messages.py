@@ -158,12 +158,14 @@ class RolloutEnded(Message, frozen=True, kw_only=True):
 class AcquireTerm(Message, frozen=True, kw_only=True):
     """A core starts from a checkpoint at `step` and asks for a new term; steps above it are replayed. Answered by `TermGranted`.
 
-    `fresh`: it means to begin a run, and is refused where steps are committed already.
+    `fresh`: it means to begin a run, and is refused where steps are committed already. `checkpoint_term`: in which the checkpoint was written (0: not
+    told); one of a lineage that was left since is refused as stale, another may do.
     """
 
     cell: str
     step: int
     fresh: bool = False
+    checkpoint_term: int = 0
 
 
 class TermGranted(Message, frozen=True, kw_only=True):
