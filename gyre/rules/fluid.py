@@ -27,16 +27,22 @@ MOST_MOMENTS: Final = 400
 
 class Plan(msgspec.Struct, frozen=True):
     """When the next cell turns: under any of `terms` (filling, backlog): w <= filling·(capacity that remains), and `backlog` groups wait for
-    training per training cell, the next included. The paper's rule is the one term (1, 0). Without executions cells turn under every plan."""
+    training per training cell, the next included. The paper's rule is the one term (1, 0). Without executions cells turn under every plan.
+    `held`, for continuous dispatch: terms without a backlog count for w what the quota admits, until all groups of the burst are ready, since places
+    are filled again."""
 
     terms: tuple[tuple[float, float], ...]
+    held: bool = False
 
-    def turns(self, w: float, remaining: float, waiting: float, trainers: int) -> bool:
-        """Whether one more cell than `trainers` is to train; `remaining` is the capacity then left."""
-        if w < 0.5:
+    def turns(self, w: float, remaining: float, waiting: float, trainers: int, filled: float = 0.0) -> bool:
+        """Whether one more cell than `trainers` is to train; `remaining` is the capacity then left, `filled` what w may rise to again."""
+        if w < 0.5 and not (self.held and filled):
             return True
-        share = waiting / (trainers + 1)
-        return any(share >= backlog and (filling == math.inf or w <= filling * remaining + 0.5) for filling, backlog in self.terms)
+        share, high = waiting / (trainers + 1), max(w, filled) if self.held else w
+        for filling, backlog in self.terms:
+            if share >= backlog and (filling == math.inf or (w if backlog else high) <= filling * remaining + 0.5):
+                return True
+        return False
 
 
 class Survival:
@@ -154,7 +160,8 @@ class Fluid:
             now_ready = needed if unready < 0.5 and ready + unready + 0.5 >= needed else ready
             serving, moved = self.cells - trainers, 0
             waiting = max(0.0, min(now_ready, needed) - trained)
-            while serving > self.fixed and moved < at_once and plan.turns(live, (serving - 1) * self.capacity, waiting, trainers):
+            filled = self.view.quota * self.per_group if ready < needed else 0.0
+            while serving > self.fixed and moved < at_once and plan.turns(live, (serving - 1) * self.capacity, waiting, trainers, filled):
                 trainers, serving, moved = trainers + 1, serving - 1, moved + 1
             if trainers and now_ready >= needed and (live < 0.5 or serving == self.fixed):  # training alone is left
                 return now + max(0.0, needed - trained) * train_s / trainers, ready

@@ -2,8 +2,8 @@
 
 The plans that it looks at are the paper's rule with other capacities (`filling`) and with the demand that there be work to train (`backlog`); the
 paper's rule itself is one of them. The best plan's first move is made. Another plan must promise to save more than `MARGIN` of the time, so that
-where nothing is to be gained the paper's rule decides; until enough executions have ended to know their lengths it decides alone, with shared
-engines only when there is work to train.
+where nothing is to be gained the paper's rule decides; with continuous dispatch on slots, that rule over the places that will be filled again.
+Until enough executions have ended to know their lengths this usual plan decides alone, with shared engines only when there is work to train.
 Going back is the paper's.
 """
 
@@ -20,7 +20,8 @@ PAPER: Final = Plan(((1.0, 0.0),))
 EARLIER: Final = tuple(Plan(((1.0, 0.0), (f, b))) for f, b in ((1.15, 0.5), (1.4, 1.0), (2.0, 2.0), (math.inf, 2.0)))
 LATER: Final = tuple(Plan(((f, b),)) for f, b in ((0.5, 0.0), (0.75, 0.0), (0.5, 0.5), (0.75, 0.5), (1.0, 0.5), (1.0, 1.5)))
 OTHER: Final = tuple(Plan(((f, b),)) for f, b in ((1.4, 0.0), (2.0, 0.0), (2.0, 0.5), (2.0, 1.5), (math.inf, 0.5), (math.inf, 1.5)))
-SHARED: Final = (*LATER, *EARLIER, *OTHER)
+ALL: Final = (*LATER, *EARLIER, *OTHER)
+HELD: Final = Plan(((1.0, 0.0), (1.0, 0.5)), held=True)  # continuous dispatch on slots: the usual plan there
 COLD: Final = Plan(((1.0, 0.5),))  # while the lengths of executions are not known: the paper's rule, when there is work
 MARGIN: Final = 0.003
 ENOUGH: Final = 32  # executions, and groups a quarter of it
@@ -36,21 +37,22 @@ def lookahead(view: View) -> Decision:
     if isinstance(cell, Stay):
         return cell
     known = view.known
-    if known is None or len(known.durations_s) < ENOUGH or len(known.group_durations_s) < ENOUGH // 4:
-        return elastic(view) if known is None or known.pace is None else _follow(COLD, view, cell, known.trained, "too few have ended to look ahead")
-    if view.water_level == 0:
-        return Move(cell.name, CellPhase.TRAIN, "nothing is left to serve")
+    if known is None:
+        return elastic(view)
+    shared = known.pace is not None
+    usual = PAPER if shared or not view.quota else HELD
+    if len(known.durations_s) < ENOUGH or len(known.group_durations_s) < ENOUGH // 4:
+        return _follow(COLD if shared else usual, view, cell, known.trained, "too few have ended to look ahead")
     fluid = Fluid(view, known)
-    needed = view.steps_left * view.groups_per_step
-    beyond = not view.quota and view.ready + len(known.groups) > needed
-    paper = fluid.burst_end(PAPER, beyond)
-    best, ends = PAPER, paper * (1 - MARGIN)
-    for plan in EARLIER if known.pace is None else SHARED:
-        end = fluid.burst_end(plan, beyond, ends)
-        if end < ends:
-            best, ends = plan, end
-    gain = f"the burst ends in {ends:.0f} s, by the paper's rule in {paper:.0f} s" if best is not PAPER else "the paper's rule ends the burst soonest"
-    return _follow(best, view, cell, known.trained, gain, view.now + known.durations_s[-1] / TICKS)
+    beyond = not view.quota and view.ready + len(known.groups) > view.steps_left * view.groups_per_step
+    best, end = usual, fluid.burst_end(usual, beyond)
+    ends = end * (1 - MARGIN)
+    for plan in ALL if shared else (PAPER,) if view.quota else EARLIER:
+        other = fluid.burst_end(plan, beyond, ends)
+        if other < ends:
+            best, ends = plan, other
+    why = f"the burst ends in {ends:.0f} s, and in {end:.0f} s by the usual plan" if best is not usual else "the usual plan ends the burst soonest"
+    return _follow(best, view, cell, known.trained, why, view.now + known.durations_s[-1] / TICKS)
 
 
 def _follow(plan: Plan, view: View, cell: CellView, trained: float, why: str, until: float | None = None) -> Decision:
@@ -58,7 +60,8 @@ def _follow(plan: Plan, view: View, cell: CellView, trained: float, why: str, un
     remaining = capacity(view, CellPhase.ROLLOUT) - cell.capacity
     waiting = min(view.ready, view.steps_left * view.groups_per_step) - trained
     trainers = sum(c.phase is CellPhase.TRAIN for c in view.cells)
-    if plan.turns(view.water_level, remaining, waiting, trainers):
+    filled = view.quota * view.rollouts_per_group if view.ready < view.steps_left * view.groups_per_step else 0
+    if plan.turns(view.water_level, remaining, waiting, trainers, filled):
         return Move(cell.name, CellPhase.TRAIN, f"w = {view.water_level}: {why}")
     level = max((filling * remaining for filling, backlog in plan.terms if waiting >= backlog * (trainers + 1)), default=0.0)
     return Stay(f"w = {view.water_level}: {why}", int(level) if until else None, until)

@@ -128,7 +128,7 @@ def test_calibration() -> None:
 
 
 def test_lookahead_knows_what_shared_engines_lose() -> None:
-    w = load(WORKLOADS / "shared-rate.toml", ["workload.seeds=[0]"])
+    w = load(WORKLOADS / "shared-rate.toml", ["workload.seeds=[0]", "workload.bursts=4"])
     rows = compare(w, ["elastic", "lookahead"])
     assert all(r.speedup["elastic"] > 1.03 for r in rows if r.rule == "lookahead")
 
