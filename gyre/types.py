@@ -177,6 +177,8 @@ class CallRecord(msgspec.Struct, frozen=True):
     ended_s: float
     n_prompt: int
     n_completion: int
+    api: str = "chat"  # the protocol: chat | responses | messages
+    asked: dict[str, bool | int | float | str] = {}  # sampling parameters that it gave; the run's held instead
 
 
 class TrajectoryMeta(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gyre.net.sockets import Peer, Server, mint
-from gyre.sandbox.gateway.chat import ChatApp
+from gyre.sandbox.gateway.endpoint import Endpoint
 from gyre.sandbox.gateway.http import HttpServer
 from gyre.sandbox.gateway.render import Renderer
 from gyre.sandbox.gateway.route import Router
@@ -294,7 +294,12 @@ def a_ticket(policy: Version = FIRST) -> Ticket:
 def gateway(tmp_path: Path, renderer: Renderer) -> Callable[..., Any]:
     @asynccontextmanager
     async def make(
-        *scripts: Script, keep_alive_s: float = 5.0, use: Renderer | None = None, patience_s: float = 5.0, **limits: Any
+        *scripts: Script,
+        keep_alive_s: float = 5.0,
+        use: Renderer | None = None,
+        patience_s: float = 5.0,
+        models: tuple[str, ...] = (),
+        **limits: Any,
     ) -> AsyncIterator[Gateway]:
         engines = [FakeEngine(f"ipc://{tmp_path}/e{i}", s, f"cell{i}") for i, s in enumerate(scripts)]
         router = Router.connect([e.server.address for e in engines], 2.0, patience_s, name="s", incarnation="i", run_id="r", resend_s=1.0)
@@ -302,7 +307,7 @@ def gateway(tmp_path: Path, renderer: Renderer) -> Callable[..., Any]:
             "sampling": Sampling(max_tokens=512), "context": 200_000, "max_turns": 1000, "max_trajectories": 1, "deadline": time.monotonic() + 30
         }  # fmt: skip
         session = Session(a_ticket(), use or renderer, router, Limits(**{**values, **limits}))
-        server = HttpServer(ChatApp(session, keep_alive_s), 1 << 24)
+        server = HttpServer(Endpoint(session, keep_alive_s, models), 1 << 24)
         socket = tmp_path / "m.sock"
         await server.start(socket)
         clients: list[Client] = []
