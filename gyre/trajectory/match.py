@@ -1,11 +1,12 @@
 """Recognise a harness's own history: which recorded call does this request continue?
 
 Invariants
-- A message's fingerprint covers role, text, reasoning and [(call id, name, canonical arguments)]. Cosmetic differences (string or list content,
-  `developer` or `system`, cache markers, the spelling of JSON arguments) do not change it; a renamed tool under the same call id does.
+- A message's fingerprint covers role, text and [(call id, name, canonical arguments)]. Cosmetic differences (string or list content, `developer` or
+  `system`, cache markers, the spelling of JSON arguments) do not change it; a renamed tool under the same call id does.
 - A request continues a call if that call's messages and then its reply are a prefix of the request's messages, fingerprint by fingerprint, under the
   same tools. The longest such call wins, among equals the latest: the one that the harness has seen last.
-- A reply echoed without any reasoning still matches: most protocols have no field to echo it in. Reasoning that was *changed* does not.
+- A reply's reasoning may be left out whenever it comes back (some protocols have no field for it, some harnesses drop it after a while). Reasoning
+  that was *changed*, in any reply of the history, is another history.
 
 Nothing here knows tokens: what is done with a match is the gateway's business.
 """
@@ -109,14 +110,20 @@ def _plain(value: Any) -> Any:
 
 
 def fingerprint(message: Message) -> bytes:
-    """16 bytes for a message in canonical form. White space around an assistant's text does not count: its ids are on record."""
+    """16 bytes for a message in canonical form, its reasoning left out. White space around an assistant's text does not count: its ids are on record."""
     role, text = message["role"], message["content"]
     if role == "assistant":
         calls = [(c["id"], c["function"]["name"], _plain(c["function"]["arguments"])) for c in message.get("tool_calls", ())]
-        fields: list[Any] = [role, text.strip(), message.get("reasoning_content", "").strip(), calls]
+        fields: list[Any] = [role, text.strip(), calls]
     else:
         fields = [role, text, message.get("tool_call_id", ""), message.get("name", "")]
     return blake2b(canonical(fields).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _thought(message: Message) -> bytes:
+    """Stands for a message's reasoning; empty if it has none."""
+    reasoning = message.get("reasoning_content", "").strip()
+    return blake2b(reasoning.encode("utf-8", "surrogatepass"), digest_size=16).digest() if reasoning else b""
 
 
 def _link(before: bytes, item: bytes) -> bytes:
@@ -142,19 +149,29 @@ class Matcher:
     """The complete calls of one rollout, found by what they end with."""
 
     def __init__(self) -> None:
-        self._by_end: dict[bytes, str] = {}
+        self._by_end: dict[bytes, dict[bytes, str]] = {}  # by the reply's link, by its reasoning: the latest call, the latest of all behind
 
     def record(self, call_id: str, end: bytes, reply: Mapping[str, Any]) -> None:
         """A call is complete: `end` is the last entry of its request's chain, `reply` the message that the harness was given."""
         message = normalise(dict(reply))
-        self._by_end[_link(end, fingerprint(message))] = call_id
-        if message.pop("reasoning_content", None):
-            self._by_end[_link(end, fingerprint(message))] = call_id
+        calls = self._by_end.setdefault(_link(end, fingerprint(message)), {})
+        thought = _thought(message)
+        calls.pop(thought, None)
+        calls[thought] = call_id
 
-    def find(self, links: Sequence[bytes]) -> Match | None:
-        """The longest recorded call that the request with this chain continues."""
-        for n in range(len(links) - 1, 0, -1):
-            call_id = self._by_end.get(links[n])
-            if call_id is not None:
-                return Match(call_id, n)
+    def find(self, links: Sequence[bytes], messages: Sequence[Message]) -> Match | None:
+        """The longest recorded call that the request of these messages, with this chain, continues."""
+        for n in range(self._unchanged(links, messages), 0, -1):
+            calls = self._by_end.get(links[n])
+            if calls:
+                thought = _thought(messages[n - 1])
+                return Match(calls[thought] if thought else next(reversed(calls.values())), n)
         return None
+
+    def _unchanged(self, links: Sequence[bytes], messages: Sequence[Message]) -> int:
+        """The number of messages before the first recorded reply that comes back with other reasoning."""
+        for i, message in enumerate(messages):
+            thought = _thought(message) if "reasoning_content" in message else b""
+            if thought and thought not in self._by_end.get(links[i + 1], {thought: ""}):
+                return i
+        return len(messages)

@@ -120,7 +120,7 @@ class Session:
         turn = self._turns
         shown = self._renderer.shown(ask.tools)
         links = chain(shown.key, messages)
-        match = self._matcher.find(links)
+        match = self._matcher.find(links, messages)
         try:
             rendered = self._render(messages, shown, match, self.limits.context)
         except TooLong as e:
@@ -171,7 +171,8 @@ class Session:
         messages = self._acceptable(ask)
         shown = self._renderer.shown(ask.tools)
         try:
-            return len(self._render(messages, shown, self._matcher.find(chain(shown.key, messages)), most).ids)
+            match = self._matcher.find(chain(shown.key, messages), messages)
+            return len(self._render(messages, shown, match, most).ids)
         except TooLong as e:
             raise ContextFull(e.n_tokens, self.limits.context) from None
 
