@@ -110,7 +110,7 @@ def _plain(value: Any) -> Any:
 
 
 def fingerprint(message: Message) -> bytes:
-    """16 bytes for a message in canonical form, its reasoning left out. White space around an assistant's text does not count: its ids are on record."""
+    """16 bytes for a message in canonical form, without its reasoning. White space around an assistant's text does not count: its ids are on record."""
     role, text = message["role"], message["content"]
     if role == "assistant":
         calls = [(c["id"], c["function"]["name"], _plain(c["function"]["arguments"])) for c in message.get("tool_calls", ())]

@@ -198,7 +198,7 @@ class Reciting:
             eos=frozenset([renderer.end_id]), context=400_000, slots=16, queue=64,
         )  # fmt: skip
         self.engine.load(FIRST, [], memoryview(b"")).result(30)
-        self.prompts: list[list[int]] = []
+        self._prompts: dict[str, list[int]] = {}  # a request may come again
         self.server = Server.bind(address, ToRollout, kind="rollout", name="cell0", run_id="r")
         self.desk = Desk(self.server, "cell0", 400_000)
         self.desk.engine = self.engine
@@ -206,8 +206,12 @@ class Reciting:
 
     def _handle(self, peer: Peer, message: Message, arrays: dict[str, memoryview]) -> None:
         if isinstance(message, Generate):
-            self.prompts.append(arrays["prompt_ids"].tolist())
+            self._prompts[message.request_id] = arrays["prompt_ids"].tolist()
         self.desk.handle(peer, message, arrays)
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return list(self._prompts.values())
 
     def close(self) -> None:
         self._task.cancel()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gyre.sandbox.gateway.parse import parse
+from gyre.sandbox.gateway.parse import Reasoning, parse
 from gyre.types import CallStatus, Ending, Sampling
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -314,4 +314,4 @@ def test_parse(text: str, expected: Any) -> None:
 
 
 def test_parse_inside_reasoning() -> None:
-    assert parse("because\n</think>\n\nso", "p", opened_reasoning=True) == {"role": "assistant", "content": "so", "reasoning_content": "because"}
+    assert parse("because\n</think>\n\nso", "p", reasoning=Reasoning.OPENED) == {"role": "assistant", "content": "so", "reasoning_content": "because"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -515,7 +516,7 @@ def test_thinking_is_shown_to_those_who_ask_and_recalled(gateway: Any, renderer:
             agent.messages[-1]["content"] = [{**signed, "thinking": ""}, edited]
             agent.user("why?")
             await agent.turn()
-            assert "<think>\nbecause\n</think>\n\nso edited" in renderer.template.decode(g.engines[0].prompts[-1])
+            assert "<think>\nbecause\n</think>\n\nso edited" in renderer.template.decode(array("i", g.engines[0].prompts[-1]))
 
     story(run)
 

@@ -40,6 +40,17 @@ class Format(StrEnum):
     """`{"name": …, "parameters": {…}}` and nothing else: Llama 3.1 and later."""
 
 
+class Reasoning(StrEnum):
+    """Where reasoning is, in a completion."""
+
+    NONE = "none"
+    """Nowhere: what looks like it is text, for a template that knows none."""
+    TAGGED = "tagged"
+    """In front, between tags."""
+    OPENED = "opened"
+    """In front; the prompt ended with the opening tag."""
+
+
 Offered = Mapping[str, Any]
 """The tools that a model was shown: name → JSON schema of the parameters."""
 
@@ -52,33 +63,35 @@ _decoder: Final = json.JSONDecoder(parse_constant=_refuse)
 
 
 def parse(
-    text: str, id_prefix: str, *, offered: Offered | None = None, form: Format = Format.HERMES, opened_reasoning: bool = False
+    text: str, id_prefix: str, *, offered: Offered | None = None, form: Format = Format.HERMES, reasoning: Reasoning = Reasoning.TAGGED
 ) -> dict[str, Any]:
     """An assistant message in OpenAI's form. `text` is the completion without its end-of-turn token.
 
-    `opened_reasoning` says that the prompt ended inside `<think>`. Reasoning that was cut off before `</think>` is all reasoning.
+    Reasoning that was cut off before `</think>` is all reasoning.
     """
-    reasoning, text = _split_reasoning(text, opened_reasoning)
+    thought, text = _split_reasoning(text, reasoning)
     calls: list[dict[str, str]] = []
     content = text
     if offered is not None:
         content, calls = _llama(text, offered) if form is Format.LLAMA else _tagged(text, form, offered)
     message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
-    if reasoning:
-        message["reasoning_content"] = reasoning
+    if thought:
+        message["reasoning_content"] = thought
     if calls:
         message["tool_calls"] = [{"id": f"{id_prefix}_{i}", "type": "function", "function": call} for i, call in enumerate(calls)]
     return message
 
 
-def _split_reasoning(text: str, opened: bool) -> tuple[str, str]:
-    if not opened:
+def _split_reasoning(text: str, how: Reasoning) -> tuple[str, str]:
+    if how is Reasoning.NONE:
+        return "", text
+    if how is Reasoning.TAGGED:
         head = text.lstrip()
         if not head.startswith(_THINK):
             return "", text
         text = head[len(_THINK) :]
-    reasoning, closed, rest = text.partition(_UNTHINK)
-    return reasoning.strip(), rest.lstrip("\n") if closed else ""
+    thought, closed, rest = text.partition(_UNTHINK)
+    return thought.strip(), rest.lstrip("\n") if closed else ""
 
 
 def _tagged(text: str, form: Format, offered: Offered) -> tuple[str, list[dict[str, str]]]:
@@ -170,14 +183,18 @@ def _typed(value: str, schema: Any) -> Any:
 
 
 def _llama(text: str, offered: Offered) -> tuple[str, list[dict[str, str]]]:
-    """The whole text is one call to a tool that was offered, or it is text."""
+    """The whole text, or what follows reasoning in it, is one call to a tool that was offered, or it is text."""
     at = _skip(text, 0)
+    thought = ""
+    if text.startswith(_THINK, at) and (end := text.find(_UNTHINK, at)) >= 0:
+        thought = text[: end + len(_UNTHINK)]
+        at = _skip(text, len(thought))
     value, end = _object(text, _skip(text, at + len(_PYTHON)) if text.startswith(_PYTHON, at) else at)
     name = value.get("name") if value is not None and not text[end:].strip() else None
     if value is None or not isinstance(name, str) or name not in offered:
         return text, []
     call = _call(name, value.get("parameters", value.get("arguments")))
-    return ("", [call]) if call else (text, [])
+    return (thought, [call]) if call else (text, [])
 
 
 def _skip(text: str, at: int) -> int:

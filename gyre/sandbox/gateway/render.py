@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
-from gyre.sandbox.gateway.parse import Format
+from gyre.sandbox.gateway.parse import Format, Reasoning
 from gyre.sandbox.gateway.template import ChatTemplate, TemplateRefused
 from gyre.trajectory.match import Message, canonical
 
@@ -70,8 +70,8 @@ class Renderer:
         self.template = template
         self.end_text, self.end_id = self._find_end()
         self.opening = self._find_opening()
-        self.opens_reasoning = self.opening.rstrip().endswith("<think>")
         self.form = self._find_format()
+        self.reasoning = self._find_reasoning()
         self._unthink: int | None = template.tokenizer.token_to_id("</think>")
         late = [{"role": "system", "content": "b"}, _USER, {"role": "system", "content": _REPLY}, _USER]
         self._late_system = self._try(late).find(_REPLY) >= 0
@@ -184,6 +184,14 @@ class Renderer:
         if f"<function={_NAME}>" in text:
             return Format.XML
         return Format.LLAMA if '"parameters"' in text and "<tool_call>" not in text else Format.HERMES
+
+    def _find_reasoning(self) -> Reasoning:
+        """Whether the template tells reasoning from text, be it to leave it out later. If not, `<think>` is a part of the text."""
+        shown = self._try([_USER, {"role": "assistant", "content": _REPLY, "reasoning_content": _REASONING}])
+        kept = self._try([_USER, {"role": "assistant", "content": f"<think>\n{_REASONING}\n</think>\n\n{_REPLY}"}, _USER])
+        if self.opening.rstrip().endswith("<think>"):
+            return Reasoning.OPENED
+        return Reasoning.TAGGED if _REASONING in shown or _REASONING not in kept else Reasoning.NONE
 
     def _find_hidden(self) -> bool:
         """Whether the template leaves out the text of a reply that calls tools: then stand-ins are shown without their calls."""

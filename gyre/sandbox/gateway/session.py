@@ -250,7 +250,7 @@ class Session:
         """The message that a call's completion says."""
         r = self._renderer
         text = r.template.decode(ids[:-1] if self._ends_turn(ids, call.finish) else ids)
-        return parse(text, f"call_{call.call_id}", offered=call.offered, form=r.form, opened_reasoning=r.opens_reasoning)
+        return parse(text, f"call_{call.call_id}", offered=call.offered, form=r.form, reasoning=r.reasoning)
 
     def _ends_turn(self, ids: array[int], finish: str) -> bool:
         """Whether the last token is one that ends the turn, the template's or another of the model's."""
