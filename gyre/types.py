@@ -163,7 +163,7 @@ class GraphNode(msgspec.Struct, frozen=True):
     call_id: str | None = None  # not None: these tokens were sampled by that call
 
 
-class CallRecord(msgspec.Struct, frozen=True):
+class CallRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """One model request of a harness with its reply. Times are seconds since the rollout began."""
 
     call_id: str

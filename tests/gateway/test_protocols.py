@@ -411,6 +411,28 @@ def test_a_failure_after_a_sign_of_life_is_told_in_the_stream(gateway: Any, samp
     story(run)
 
 
+@DRIVERS
+def test_what_is_too_large_is_refused_in_the_protocols_form(gateway: Any, harness: Any) -> None:
+    """By its bytes, while it is still sent, and by the number of its JSON values, before it is decoded."""
+    library: Any = anthropic if harness is Messages else openai
+    key = "input" if harness is Responses else "messages"
+
+    async def run() -> None:
+        async with gateway([{"text": "x"}], context=1000) as g:
+            for history in ([{"role": "user", "content": "x" * 17_000_000}], [{}] * 200_000):
+                agent = harness(g, False, raw=True)
+                with pytest.raises(library.APIStatusError) as large:
+                    await agent.turn(**{key: history})
+                assert large.value.status_code == 413 and g.session.context_full
+                body = large.value.body
+                assert (body["error"]["type"] if harness is Messages else body["code"]) == "request_too_large"
+                agent = harness(g, False)
+                agent.user("go")
+                assert (await agent.turn()).text == "x"
+
+    story(run)
+
+
 def test_models(gateway: Any) -> None:
     async def run() -> None:
         async with gateway([{"text": "x"}], models=("m", "n")) as g:
