@@ -19,8 +19,18 @@ from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 Message = dict[str, Any]
 _DEPTH: Final = 100  # of arguments that are looked into; far from where the interpreter's own limit is
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_decoder: Final = json.JSONDecoder(parse_constant=_refuse)
+_encoder: Final = msgspec.json.Encoder(order="deterministic")
 
 
 class UnsupportedContent(ValueError):
@@ -55,10 +65,10 @@ def _tool_call(call: Any) -> Message:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):  # malformed arguments that the harness echoes stay a string, as does half a surrogate pair
-            parsed = json.loads(arguments)
+            parsed = _decoder.decode(arguments)
             if not is_deep(parsed):
                 if "\\u" in arguments:
-                    canonical(parsed).encode()
+                    canonical(parsed)
                 arguments = parsed
     elif is_deep(arguments):
         raise UnsupportedContent("tool arguments that are nested too deeply")
@@ -95,9 +105,9 @@ def is_deep(value: Any, levels: int = _DEPTH) -> bool:
     return levels == 0 or any(is_deep(v, levels - 1) for v in inner if isinstance(v, (dict, list)))
 
 
-def canonical(value: Any) -> str:
-    """JSON text that is equal exactly when the parsed values are."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+def canonical(value: Any) -> bytes:
+    """JSON text that is equal exactly when the parsed values are. Raises `ValueError` for half a surrogate pair."""
+    return _encoder.encode(value)
 
 
 def _plain(value: Any) -> Any:
@@ -110,14 +120,14 @@ def _plain(value: Any) -> Any:
 
 
 def fingerprint(message: Message) -> bytes:
-    """16 bytes for a message in canonical form, without its reasoning. White space around an assistant's text does not count: its ids are on record."""
+    """16 bytes for a message in canonical form, without its reasoning. White space around an assistant's text does not count: its ids are kept."""
     role, text = message["role"], message["content"]
     if role == "assistant":
         calls = [(c["id"], c["function"]["name"], _plain(c["function"]["arguments"])) for c in message.get("tool_calls", ())]
         fields: list[Any] = [role, text.strip(), calls]
     else:
         fields = [role, text, message.get("tool_call_id", ""), message.get("name", "")]
-    return blake2b(canonical(fields).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return blake2b(canonical(fields), digest_size=16).digest()
 
 
 def _thought(message: Message) -> bytes:
@@ -171,7 +181,6 @@ class Matcher:
     def _unchanged(self, links: Sequence[bytes], messages: Sequence[Message]) -> int:
         """The number of messages before the first recorded reply that comes back with other reasoning."""
         for i, message in enumerate(messages):
-            thought = _thought(message) if "reasoning_content" in message else b""
-            if thought and thought not in self._by_end.get(links[i + 1], {thought: ""}):
+            if "reasoning_content" in message and (calls := self._by_end.get(links[i + 1])) and _thought(message) not in calls:
                 return i
         return len(messages)

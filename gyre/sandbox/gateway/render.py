@@ -88,10 +88,10 @@ class Renderer:
         if shown is None:
             guarded = self.template.guard(tools) if tools else None
             try:
-                text = self.template.render([{"role": "user", "content": _REPLY}], guarded, reply_follows=False)
+                key = _digest(self.template.render([{"role": "user", "content": _REPLY}], guarded, reply_follows=False).encode())
             except TemplateRefused:
-                text = spelling
-            shown = self._shown[known] = Shown(guarded, _digest(text))
+                key = known
+            shown = self._shown[known] = Shown(guarded, key)
             if len(self._shown) > _CACHED_TOOLS:
                 self._shown.popitem(last=False)
         return shown
@@ -110,10 +110,19 @@ class Renderer:
 
     def _guarded(self, messages: Sequence[Message]) -> list[Message]:
         """With control tokens cut, and arguments that the template can write."""
-        out: list[Message] = self.template.guard(list(messages))
+        out = [self._guard(m) for m in messages]
         if self._any_arguments:
             return out
         return [{**m, "tool_calls": [_with_object(c) for c in m["tool_calls"]]} if "tool_calls" in m else m for m in out]
+
+    def _guard(self, message: Message) -> Message:
+        """`template.guard`, which looks into every value, for the few messages that need it."""
+        has = self.template.has_control
+        calls = message.get("tool_calls")
+        if has(message["content"]) or has(message.get("reasoning_content", "")) or (calls and has(canonical(calls).decode())):
+            guarded: Message = self.template.guard(message)
+            return guarded
+        return message
 
     def full(self, messages: Sequence[Message], shown: Shown, context: int) -> Rendered:
         """Render and tokenise all messages. Raises `TemplateRefused`, and `TooLong` if that cannot be `context` tokens."""
@@ -135,7 +144,7 @@ class Renderer:
         for reply in replies:
             stand_ins[reply.place] = self._stand_in(messages[reply.place], reply.reasons)
         text = self.template.render(stand_ins, shown.tools, reply_follows=True)
-        if _digest(text[: before.length]) != before.digest:
+        if _digest(text[: before.length].encode()) != before.digest:
             return None
         at = text.find(_REPLY, before.length)
         if at < 0 or (replies[-1].reasons and text.find(_REASONING, before.length, at) < 0):
@@ -155,7 +164,7 @@ class Renderer:
     def _before(self, text: str) -> Before:
         if self.opening and text.endswith(self.opening):
             text = text[: -len(self.opening)]
-        return Before(len(text), _digest(text))
+        return Before(len(text), _digest(text.encode()))
 
     def _find_end(self) -> tuple[str, int | None]:
         """The token that ends an assistant's turn: the first added token that the template writes behind the reply."""
@@ -216,8 +225,8 @@ class Renderer:
         return out
 
 
-def _digest(text: str) -> bytes:
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=16).digest()
 
 
 def _with_object(call: Message) -> Message:

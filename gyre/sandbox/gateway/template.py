@@ -73,9 +73,23 @@ def _tojson(x: Any, ensure_ascii: bool = False, indent: int | None = None, separ
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with a short cut for `message.role`: what no dictionary has as an attribute can only be a key."""
+
+    _attributes = frozenset(dir(dict))
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute not in self._attributes:
+            try:
+                return obj[attribute]
+            except KeyError:
+                return self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+
 def compile_template(source: str) -> jinja2.Template:
     """Compile a chat template. Raises `jinja2.TemplateSyntaxError`."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = datetime.now().strftime
@@ -120,10 +134,14 @@ class ChatTemplate:
         except (jinja2.exceptions.TemplateError, TypeError, KeyError, AttributeError, ValueError, IndexError) as e:
             raise TemplateRefused(f"the model's chat template rejects these messages: {e}") from None
 
+    def has_control(self, text: str) -> bool:
+        """Whether a control token is spelled in a text."""
+        return self._control is not None and self._control.search(text) is not None
+
     def guard(self, value: Any) -> Any:
         """A JSON value whose strings are rendered as what they are: control tokens in them are cut in two. Shares what needs no cut."""
         if isinstance(value, str):
-            if self._control is None or self._control.search(value) is None:
+            if self._control is None or not self.has_control(value):
                 return value
             return self._control.sub(lambda m: m[0][:1] + _CUT + m[0][1:], value)
         if isinstance(value, dict):
