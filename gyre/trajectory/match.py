@@ -14,7 +14,8 @@ Nothing here knows tokens: what is done with a match is the gateway's business.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
@@ -140,12 +141,59 @@ def _link(before: bytes, item: bytes) -> bytes:
     return blake2b(before + item, digest_size=16).digest()
 
 
-def chain(tools: bytes, messages: Sequence[Message]) -> list[bytes]:
-    """Entry i stands for the tools and the first i messages; so there is one entry more than messages."""
-    links = [_link(b"", tools)]
-    for message in messages:
+def chain(tools: bytes, messages: Sequence[Message], known: Sequence[bytes] = ()) -> list[bytes]:
+    """Entry i stands for the tools and the first i messages; so there is one entry more than messages. `known` are the first entries, if they are."""
+    links = list(known) or [_link(b"", tools)]
+    for message in messages[len(links) - 1 :]:
         links.append(_link(links[-1], fingerprint(message)))
     return links
+
+
+class Conversation(NamedTuple):
+    """A request's history: as it came, in canonical form, as it is shown to the template, and the chain of that under the tools `key`."""
+
+    given: Sequence[Message]
+    normal: list[Message]
+    messages: list[Message]
+    key: bytes
+    links: list[bytes]
+
+
+class Memory:
+    """The conversations that came last. Most of the next request is one of them, and is not brought into form again."""
+
+    def __init__(self, n: int = 3) -> None:
+        self._recent: deque[Conversation] = deque(maxlen=n)
+
+    def read(self, given: Sequence[Message], key: bytes, shape: Callable[[list[Message]], list[Message]]) -> Conversation:
+        """Bring a request into form; `shape` makes of canonical messages those that are shown. Raises `UnsupportedContent`."""
+        nearest = max(self._recent, key=lambda c: _same(c.given, given), default=None)
+        n = _same(nearest.given, given) if nearest is not None else 0
+        normal = [*(nearest.normal[:n] if nearest is not None else ()), *(normalise(m) for m in given[n:])]
+        messages = shape(normal)
+        known: Sequence[bytes] = ()
+        if nearest is not None and nearest.key == key:
+            pairs = enumerate(zip(messages, nearest.messages, strict=False))
+            known = nearest.links[: 1 + next((i for i, (a, b) in pairs if a is not b), min(len(messages), len(nearest.messages)))]
+        if nearest is not None and n == len(nearest.given):  # it goes on
+            self._recent.remove(nearest)
+        self._recent.append(Conversation(given, normal, messages, key, chain(key, messages, known)))
+        return self._recent[-1]
+
+
+def _same(a: Sequence[Message], b: Sequence[Message]) -> int:
+    """How many messages two requests begin with alike."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y or (_has_objects(x) and canonical(x) != canonical(y)):  # for Python 1 and True are equal
+            return i
+    return min(len(a), len(b))
+
+
+def _has_objects(message: Message) -> bool:
+    calls = message.get("tool_calls")
+    return bool(calls) and not all(
+        isinstance(c, dict) and isinstance(f := c.get("function"), dict) and isinstance(f.get("arguments"), str) for c in calls
+    )
 
 
 class Match(NamedTuple):

@@ -1,7 +1,8 @@
 """What the gateway adds to a call: a turn of a conversation of 10,000 tokens through HTTP, matching, rendering and the graph, against the engine's
 wire alone with the same ids. The engine answers at once with a recorded tool call, so all that is measured is overhead.
 
-`python tests/bench/gateway_calls.py [chat|responses|messages]` prints milliseconds.
+`python tests/bench/gateway_calls.py [chat|responses|messages]` prints milliseconds, by the clock and of this process's CPU time (which holds both
+sides; on a machine with other load it says more).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tempfile
 import time
 from array import array
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -32,7 +33,7 @@ from gyre.wire.arrays import f32
 from gyre.wire.codec import Arrays
 
 ROOT = Path(__file__).resolve().parents[2]
-BEFORE, MEASURED = 30, 20
+BEFORE, MEASURED = 26, 20  # turns; halfway through the measured ones the prompt has 10,000 tokens
 FIRST = Version(1, 0)
 TEMPLATE = """\
 {%- if tools %}{{- '<|im_start|>system\\n' -}}{%- for tool in tools %}{{ tool | tojson }}\n{% endfor %}{{- '<|im_end|>\\n' -}}{%- endif -%}
@@ -116,8 +117,33 @@ async def post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path:
     return await reader.readexactly(length)
 
 
-async def calls(renderer: Renderer, protocol: str) -> tuple[float, float, int]:
-    """Median seconds of a call through the gateway, of one on the engine's wire, and tokens of the last prompt."""
+class Cost(NamedTuple):
+    """Median seconds of a call through the gateway and of one on the engine's wire; tokens of the prompt halfway."""
+
+    through: float
+    alone: float
+    through_cpu: float
+    alone_cpu: float
+    n_prompt: int
+
+
+class Watch:
+    """Times by the clock and of the process."""
+
+    def __init__(self) -> None:
+        self.clock: list[float] = []
+        self.cpu: list[float] = []
+
+    def __enter__(self) -> None:
+        self._at = time.perf_counter(), time.process_time()
+
+    def __exit__(self, *failure: object) -> None:
+        self.clock.append(time.perf_counter() - self._at[0])
+        self.cpu.append(time.process_time() - self._at[1])
+
+
+async def calls(renderer: Renderer, protocol: str) -> Cost:
+    """One conversation."""
     folder = Path(tempfile.mkdtemp(prefix="gyre-bench-"))
     text = "<think>\nThe test still fails, so look at the parser.\n</think>\n\n" * 2
     text += 'Look.<tool_call>\n{"name": "bash", "arguments": {"cmd": "sed -n 100,140p gyre/sandbox/gateway/parse.py"}}\n</tool_call>'
@@ -146,17 +172,16 @@ async def calls(renderer: Renderer, protocol: str) -> tuple[float, float, int]:
     reader, writer = await asyncio.open_unix_connection(folder / "m.sock", limit=1 << 24)
     client = Client.connect(server.address, w.FromRollout, kind="sandbox", name="d", incarnation="1", run_id="r")
     agent = PROTOCOLS[protocol]([(f"tool{i}", source[i * 300 : i * 300 + 300]) for i in range(8)])
-    ours, theirs = [], []
+    ours, theirs, sizes = Watch(), Watch(), []
     for turn in range(BEFORE + MEASURED):
         body = json.dumps(agent.body(), ensure_ascii=False).encode()
-        started = time.perf_counter()
-        answer = await post(reader, writer, agent.path, body)
-        ours.append(time.perf_counter() - started)
+        with ours:
+            answer = await post(reader, writer, agent.path, body)
+        sizes.append(len(prompt))
         agent.take(json.loads(answer), source[turn * 100 : turn * 100 + 500])
         direct = w.Generate(id=mint(), request_id=f"d{turn}", rollout_id="d", min_version=FIRST, sampling=Sampling(), seed=1)
-        started = time.perf_counter()
-        await client.request(direct, {"prompt_ids": prompt}, deadline_s=30, what="tokens")
-        theirs.append(time.perf_counter() - started)
+        with theirs:
+            await client.request(direct, {"prompt_ids": prompt}, deadline_s=30, what="tokens")
     outcome = await session.close()
     assert len(outcome.trajectories) == 1 and outcome.trajectories[0].n_trainable == len(reply) * (BEFORE + MEASURED), "a turn was not bridged"
     writer.close()
@@ -166,13 +191,13 @@ async def calls(renderer: Renderer, protocol: str) -> tuple[float, float, int]:
     serving.cancel()
     server.close()
     shutil.rmtree(folder)
-    return statistics.median(ours[BEFORE:]), statistics.median(theirs[BEFORE:]), len(prompt)
+    medians = [statistics.median(times[BEFORE:]) for times in (ours.clock, theirs.clock, ours.cpu, theirs.cpu)]
+    return Cost(*medians, sizes[BEFORE + MEASURED // 2])
 
 
 if __name__ == "__main__":
     shared = make_renderer()
     for name in sys.argv[1:] or PROTOCOLS:
-        through, alone, n = asyncio.run(calls(shared, name))
-        print(
-            f"{name:10} {n} tokens: {through * 1e3:.2f} ms through the gateway, {alone * 1e3:.2f} ms on the wire, {(through - alone) * 1e3:+.2f} ms"
-        )
+        c = asyncio.run(calls(shared, name))
+        print(f"{name:10} {c.n_prompt} tokens: {c.through * 1e3:.2f} ms through the gateway, {c.alone * 1e3:.2f} ms on the wire: ", end="")
+        print(f"{(c.through - c.alone) * 1e3:+.2f} ms, {(c.through_cpu - c.alone_cpu) * 1e3:+.2f} ms of CPU time")

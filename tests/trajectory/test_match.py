@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gyre.trajectory.match import Match, Matcher, UnsupportedContent, chain, fingerprint, normalise
+from gyre.trajectory.match import Match, Matcher, Memory, Message, UnsupportedContent, chain, fingerprint, normalise
 
 USER = {"role": "user", "content": "hi"}
 
@@ -98,6 +101,30 @@ def test_equal_replies_mean_the_latest_call_that_thought_so() -> None:
     assert find(matcher, USER, thinks("b")) == Match("c2", 2)
     assert find(matcher, USER, thinks("a")) == Match("c3", 2)
     assert find(matcher, USER, thinks(None)) == Match("c3", 2)
+
+
+MESSAGES = st.lists(
+    st.one_of(
+        st.builds(lambda t: {"role": "user", "content": t}, st.sampled_from("ab")),
+        st.builds(lambda n, r: reply(arguments={"n": n}, reasoning=r), st.sampled_from([1, True, 1.0, 2]), st.sampled_from(["", "r"])),
+        st.builds(lambda t: {"role": "system", "content": t}, st.sampled_from("ab")),
+    ),
+    max_size=6,
+)  # fmt: skip
+
+
+@given(st.lists(st.tuples(MESSAGES, st.sampled_from([b"", b"t"])), max_size=8), st.booleans())
+def test_what_is_remembered_is_what_would_be_read(requests: list[tuple[list[dict[str, Any]], bytes]], shapes: bool) -> None:
+    memory = Memory(2)
+
+    def shape(messages: list[Message]) -> list[Message]:
+        return [m for i, m in enumerate(messages) if not shapes or i == 0 or m["role"] != "system"]
+
+    for messages, tools in requests:
+        normal = [normalise(m) for m in messages]
+        conversation = memory.read(json.loads(json.dumps(messages)), tools, shape)
+        assert conversation.normal == normal and conversation.messages == shape(normal)
+        assert conversation.links == chain(tools, shape(normal))
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from gyre.sandbox.gateway.render import Before, Rendered, Renderer, Reply, Shown
 from gyre.sandbox.gateway.route import Completion, ContextFull, Job, Router
 from gyre.sandbox.gateway.template import TooLong
 from gyre.trajectory.graph import Exported, PrefixGraph
-from gyre.trajectory.match import Match, Matcher, Message, chain, fingerprint, normalise
+from gyre.trajectory.match import Match, Matcher, Memory, Message, fingerprint
 from gyre.trajectory.select import Origin, classify, select
 from gyre.types import CallRecord, CallStatus, Ending, LeafClass, Sampling, Ticket, TrajectoryMeta
 
@@ -96,6 +96,7 @@ class Session:
         self._started = time.monotonic()
         self._graph = PrefixGraph()
         self._matcher = Matcher()
+        self._memory = Memory()
         self._calls: dict[str, _Call] = {}
         self._adopted: set[str] = set()
         self._cells: list[str] = []
@@ -112,14 +113,13 @@ class Session:
         """
         self._refuse_if_over()
         self._refuse_beyond_context(len(ask.messages))  # a message is a token or more
-        messages = self._acceptable(ask)
+        shown = self._renderer.shown(ask.tools)
+        _, _, messages, _, links = self._memory.read(ask.messages, shown.key, self._renderer.acceptable)
         self._turns += 1
         if self._turns > self.limits.max_turns:
             self._end(Ending.TURN_LIMIT, f"{self.limits.max_turns} model calls")
             self._refuse_if_over()
         turn = self._turns
-        shown = self._renderer.shown(ask.tools)
-        links = chain(shown.key, messages)
         match = self._matcher.find(links, messages)
         try:
             rendered = self._render(messages, shown, match, self.limits.context)
@@ -168,10 +168,10 @@ class Session:
         most = _COUNTED * self.limits.context
         if len(ask.messages) > most:
             raise ContextFull(len(ask.messages), self.limits.context)
-        messages = self._acceptable(ask)
         shown = self._renderer.shown(ask.tools)
+        _, _, messages, _, links = self._memory.read(ask.messages, shown.key, self._renderer.acceptable)
         try:
-            match = self._matcher.find(chain(shown.key, messages), messages)
+            match = self._matcher.find(links, messages)
             return len(self._render(messages, shown, match, most).ids)
         except TooLong as e:
             raise ContextFull(e.n_tokens, self.limits.context) from None
@@ -182,9 +182,6 @@ class Session:
         if call is None or not call.reasons:
             return ""
         return str(self._message(call, self._graph.completion(handle)).get("reasoning_content", ""))
-
-    def _acceptable(self, ask: Ask) -> list[Message]:
-        return self._renderer.acceptable([normalise(m) for m in ask.messages])
 
     async def _run(self, call: _Call, job: Job, end: bytes) -> Answer:
         task = asyncio.ensure_future(self._generate(call, job, end))
