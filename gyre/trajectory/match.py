@@ -190,10 +190,8 @@ def _same(a: Sequence[Message], b: Sequence[Message]) -> int:
 
 
 def _has_objects(message: Message) -> bool:
-    calls = message.get("tool_calls")
-    return bool(calls) and not all(
-        isinstance(c, dict) and isinstance(f := c.get("function"), dict) and isinstance(f.get("arguments"), str) for c in calls
-    )
+    calls = message.get("tool_calls") or []
+    return not all(isinstance(c, dict) and isinstance(f := c.get("function"), dict) and isinstance(f.get("arguments"), str) for c in calls)
 
 
 class Match(NamedTuple):
