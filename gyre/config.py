@@ -106,6 +106,7 @@ class Sandbox(Table, frozen=True, kw_only=True):
     )
     harness_dir: Annotated[str, _doc('Directory mounted read-only at /harness; "" for none.', path=True)] = ""
     forward_tcp: Annotated[bool, _doc("Give the harness the model at http://127.0.0.1:8080 too (OPENAI_BASE_URL); costs a Python process.")] = False
+    models: Annotated[tuple[str, ...], _doc("Names that a harness may ask the model by, others are an error; [] for any name.")] = ()
     max_turns: Annotated[int, _doc("Model calls per execution; the next one ends it as turn_limit.", ge=1)] = 100
     harness_timeout_s: Annotated[float, _doc("The agent's own time; then its workspace is graded as it is.", gt=0)] = 3600.0
     overall_timeout_s: Annotated[float, _doc("Everything's time; then the execution is discarded.", gt=0)] = 7200.0
@@ -196,7 +197,7 @@ class Key(msgspec.Struct, frozen=True):
         inner = get_args(self.annotation)[0]
         if get_origin(inner) is Literal:
             return " | ".join(get_args(inner))
-        return {str: "string", int: "integer", float: "number", bool: "true | false"}[inner]
+        return {str: "string", int: "integer", float: "number", bool: "true | false", tuple[str, ...]: "list of strings"}[inner]
 
 
 def all_keys() -> Iterator[Key]:

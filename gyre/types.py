@@ -163,7 +163,7 @@ class GraphNode(msgspec.Struct, frozen=True):
     call_id: str | None = None  # not None: these tokens were sampled by that call
 
 
-class CallRecord(msgspec.Struct, frozen=True):
+class CallRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """One model request of a harness with its reply. Times are seconds since the rollout began."""
 
     call_id: str
@@ -177,6 +177,8 @@ class CallRecord(msgspec.Struct, frozen=True):
     ended_s: float
     n_prompt: int
     n_completion: int
+    api: str = "chat"  # the protocol: chat | responses | messages
+    asked: dict[str, bool | int | float | str] = {}  # sampling parameters that it gave; the run's held instead
 
 
 class TrajectoryMeta(msgspec.Struct, frozen=True):

@@ -201,7 +201,7 @@ class RunReader:
                 yield {
                     **self._head(g, r), "schema": "gyre.call/1", "call_id": c.call_id, "leaf_class": c.leaf_class.value, "status": c.status.value,
                     "finish_reason": c.finish_reason, "cell": c.cell, "started_s": c.started_s, "ended_s": c.ended_s, "n_prompt": c.n_prompt,
-                    "n_completion": c.n_completion, "prompt_node": c.prompt_node, "node": c.node,
+                    "n_completion": c.n_completion, "prompt_node": c.prompt_node, "node": c.node, "api": c.api, "asked": c.asked,
                     "prompt_ids": [x for n in reversed(path) for x in ids[offsets[n] : offsets[n + 1]]], "token_ids": spans["token_ids"],
                     "logprobs": finite(spans["logprobs"]), "versions": [v if v >= 0 else None for v in spans["versions"]],
                 }  # fmt: skip

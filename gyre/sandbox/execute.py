@@ -41,7 +41,7 @@ from gyre.sandbox.backends.base import (
     TaskSetupFailed,
     Workspace,
 )
-from gyre.sandbox.gateway.chat import ChatApp
+from gyre.sandbox.gateway.endpoint import Endpoint, body_limit
 from gyre.sandbox.gateway.http import HttpServer
 from gyre.sandbox.gateway.render import Renderer
 from gyre.sandbox.gateway.route import Router
@@ -55,8 +55,7 @@ from gyre.wire.arrays import Array, f32, i32
 from gyre.wire.messages import RolloutEnded
 
 FORWARD: Final = "/run/gyre/forward.py"
-_TCP: Final = "http://127.0.0.1:8080/v1"
-_BODY_BYTES: Final = 64 << 20
+_TCP: Final = "http://127.0.0.1:8080"
 _DETAIL_CHARS: Final = 500
 _CACHED_TASKS: Final = 1024
 _GRACE_S: Final = 30.0  # calls may outlast the harness's time: closing the session gets the tokens of those in flight
@@ -180,7 +179,7 @@ class Executor:
         timeout_s = tighter_s(sandbox.harness_timeout_s, task.agent_timeout_s)
         started = time.monotonic()
         session = Session(ticket, self._renderer, self._router, self._session_limits(ticket, started + timeout_s + _GRACE_S))
-        server = HttpServer(ChatApp(session), _BODY_BYTES)
+        server = HttpServer(Endpoint(session, models=sandbox.models), body_limit(session.limits.context))
         number = next(self._numbers)  # files side by side: on some file systems removing a directory takes milliseconds
         instruction, socket = self._home / f"{number}.md", self._home / f"{number}.sock"
         run: asyncio.Task[Exit] | None = None
@@ -274,11 +273,11 @@ class Executor:
         if self._config.sandbox.harness_dir:
             binds.append(Bind(self._config.sandbox.harness_dir, HARNESS))
         argv = [word.replace("{instruction}", task.instruction) for word in self._harness]
-        env = {**task.env, "OPENAI_API_KEY": "gyre"}
+        env = {**task.env, "OPENAI_API_KEY": "gyre", "ANTHROPIC_API_KEY": "gyre"}
         if self._config.sandbox.forward_tcp:
             binds.append(Bind(str(Path(__file__).with_name("forward.py")), FORWARD))
             argv = ["python3", "-I", "-S", FORWARD, "--", *argv]
-            env["OPENAI_BASE_URL"] = _TCP
+            env |= {"OPENAI_BASE_URL": f"{_TCP}/v1", "ANTHROPIC_BASE_URL": _TCP}
         return Spec(workspace=workspace, argv=argv, limits=task.limits(self._limits(timeout_s)), env=env, binds=binds)
 
 

@@ -1,11 +1,12 @@
 """Recognise a harness's own history: which recorded call does this request continue?
 
 Invariants
-- A message's fingerprint covers role, text, reasoning and [(call id, name, canonical arguments)]. Cosmetic differences (string or list content,
-  `developer` or `system`, cache markers, the spelling of JSON arguments) do not change it; a renamed tool under the same call id does.
+- A message's fingerprint covers role, text and [(call id, name, canonical arguments)]. Cosmetic differences (string or list content, `developer` or
+  `system`, cache markers, the spelling of JSON arguments) do not change it; a renamed tool under the same call id does.
 - A request continues a call if that call's messages and then its reply are a prefix of the request's messages, fingerprint by fingerprint, under the
   same tools. The longest such call wins, among equals the latest: the one that the harness has seen last.
-- A reply echoed without any reasoning still matches: most protocols have no field to echo it in. Reasoning that was *changed* does not.
+- A reply's reasoning may be left out whenever it comes back (some protocols have no field for it, some harnesses drop it after a while). Reasoning
+  that was *changed*, in any reply of the history, is another history.
 
 Nothing here knows tokens: what is done with a match is the gateway's business.
 """
@@ -13,13 +14,24 @@ Nothing here knows tokens: what is done with a match is the gateway's business.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 Message = dict[str, Any]
 _DEPTH: Final = 100  # of arguments that are looked into; far from where the interpreter's own limit is
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_decoder: Final = json.JSONDecoder(parse_constant=_refuse)
+_encoder: Final = msgspec.json.Encoder(order="deterministic")
 
 
 class UnsupportedContent(ValueError):
@@ -54,10 +66,10 @@ def _tool_call(call: Any) -> Message:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):  # malformed arguments that the harness echoes stay a string, as does half a surrogate pair
-            parsed = json.loads(arguments)
+            parsed = _decoder.decode(arguments)
             if not is_deep(parsed):
                 if "\\u" in arguments:
-                    canonical(parsed).encode()
+                    canonical(parsed)
                 arguments = parsed
     elif is_deep(arguments):
         raise UnsupportedContent("tool arguments that are nested too deeply")
@@ -94,9 +106,9 @@ def is_deep(value: Any, levels: int = _DEPTH) -> bool:
     return levels == 0 or any(is_deep(v, levels - 1) for v in inner if isinstance(v, (dict, list)))
 
 
-def canonical(value: Any) -> str:
-    """JSON text that is equal exactly when the parsed values are."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+def canonical(value: Any) -> bytes:
+    """JSON text that is equal exactly when the parsed values are. Raises `ValueError` for half a surrogate pair."""
+    return _encoder.encode(value)
 
 
 def _plain(value: Any) -> Any:
@@ -109,26 +121,77 @@ def _plain(value: Any) -> Any:
 
 
 def fingerprint(message: Message) -> bytes:
-    """16 bytes for a message in canonical form. White space around an assistant's text does not count: its ids are on record."""
+    """16 bytes for a message in canonical form, without its reasoning. White space around an assistant's text does not count: its ids are kept."""
     role, text = message["role"], message["content"]
     if role == "assistant":
         calls = [(c["id"], c["function"]["name"], _plain(c["function"]["arguments"])) for c in message.get("tool_calls", ())]
-        fields: list[Any] = [role, text.strip(), message.get("reasoning_content", "").strip(), calls]
+        fields: list[Any] = [role, text.strip(), calls]
     else:
         fields = [role, text, message.get("tool_call_id", ""), message.get("name", "")]
-    return blake2b(canonical(fields).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return blake2b(canonical(fields), digest_size=16).digest()
+
+
+def _thought(message: Message) -> bytes:
+    """Stands for a message's reasoning; empty if it has none."""
+    reasoning = message.get("reasoning_content", "").strip()
+    return blake2b(reasoning.encode("utf-8", "surrogatepass"), digest_size=16).digest() if reasoning else b""
 
 
 def _link(before: bytes, item: bytes) -> bytes:
     return blake2b(before + item, digest_size=16).digest()
 
 
-def chain(tools: bytes, messages: Sequence[Message]) -> list[bytes]:
-    """Entry i stands for the tools and the first i messages; so there is one entry more than messages."""
-    links = [_link(b"", tools)]
-    for message in messages:
+def chain(tools: bytes, messages: Sequence[Message], known: Sequence[bytes] = ()) -> list[bytes]:
+    """Entry i stands for the tools and the first i messages; so there is one entry more than messages. `known` are the first entries, if they are."""
+    links = list(known) or [_link(b"", tools)]
+    for message in messages[len(links) - 1 :]:
         links.append(_link(links[-1], fingerprint(message)))
     return links
+
+
+class Conversation(NamedTuple):
+    """A request's history: as it came, in canonical form, as it is shown to the template, and the chain of that under the tools `key`."""
+
+    given: Sequence[Message]
+    normal: list[Message]
+    messages: list[Message]
+    key: bytes
+    links: list[bytes]
+
+
+class Memory:
+    """The conversations that came last. Most of the next request is one of them, and is not brought into form again."""
+
+    def __init__(self, n: int = 3) -> None:
+        self._recent: deque[Conversation] = deque(maxlen=n)
+
+    def read(self, given: Sequence[Message], key: bytes, shape: Callable[[list[Message]], list[Message]]) -> Conversation:
+        """Bring a request into form; `shape` makes of canonical messages those that are shown. Raises `UnsupportedContent`."""
+        nearest = max(self._recent, key=lambda c: _same(c.given, given), default=None)
+        n = _same(nearest.given, given) if nearest is not None else 0
+        normal = [*(nearest.normal[:n] if nearest is not None else ()), *(normalise(m) for m in given[n:])]
+        messages = shape(normal)
+        known: Sequence[bytes] = ()
+        if nearest is not None and nearest.key == key:
+            pairs = enumerate(zip(messages, nearest.messages, strict=False))
+            known = nearest.links[: 1 + next((i for i, (a, b) in pairs if a is not b), min(len(messages), len(nearest.messages)))]
+        if nearest is not None and n == len(nearest.given):  # it goes on
+            self._recent.remove(nearest)
+        self._recent.append(Conversation(given, normal, messages, key, chain(key, messages, known)))
+        return self._recent[-1]
+
+
+def _same(a: Sequence[Message], b: Sequence[Message]) -> int:
+    """How many messages two requests begin with alike."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y or (_has_objects(x) and canonical(x) != canonical(y)):  # for Python 1 and True are equal
+            return i
+    return min(len(a), len(b))
+
+
+def _has_objects(message: Message) -> bool:
+    calls = message.get("tool_calls") or []
+    return not all(isinstance(c, dict) and isinstance(f := c.get("function"), dict) and isinstance(f.get("arguments"), str) for c in calls)
 
 
 class Match(NamedTuple):
@@ -142,19 +205,28 @@ class Matcher:
     """The complete calls of one rollout, found by what they end with."""
 
     def __init__(self) -> None:
-        self._by_end: dict[bytes, str] = {}
+        self._by_end: dict[bytes, dict[bytes, str]] = {}  # by the reply's link, by its reasoning: the latest call, the latest of all behind
 
     def record(self, call_id: str, end: bytes, reply: Mapping[str, Any]) -> None:
         """A call is complete: `end` is the last entry of its request's chain, `reply` the message that the harness was given."""
         message = normalise(dict(reply))
-        self._by_end[_link(end, fingerprint(message))] = call_id
-        if message.pop("reasoning_content", None):
-            self._by_end[_link(end, fingerprint(message))] = call_id
+        calls = self._by_end.setdefault(_link(end, fingerprint(message)), {})
+        thought = _thought(message)
+        calls.pop(thought, None)
+        calls[thought] = call_id
 
-    def find(self, links: Sequence[bytes]) -> Match | None:
-        """The longest recorded call that the request with this chain continues."""
-        for n in range(len(links) - 1, 0, -1):
-            call_id = self._by_end.get(links[n])
-            if call_id is not None:
-                return Match(call_id, n)
+    def find(self, links: Sequence[bytes], messages: Sequence[Message]) -> Match | None:
+        """The longest recorded call that the request of these messages, with this chain, continues."""
+        for n in range(self._unchanged(links, messages), 0, -1):
+            calls = self._by_end.get(links[n])
+            if calls:
+                thought = _thought(messages[n - 1])
+                return Match(calls[thought] if thought else next(reversed(calls.values())), n)
         return None
+
+    def _unchanged(self, links: Sequence[bytes], messages: Sequence[Message]) -> int:
+        """The number of messages before the first recorded reply that comes back with other reasoning."""
+        for i, message in enumerate(messages):
+            if "reasoning_content" in message and (calls := self._by_end.get(links[i + 1])) and _thought(message) not in calls:
+                return i
+        return len(messages)

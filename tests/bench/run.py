@@ -313,8 +313,29 @@ def simulator_large() -> Figure:
     return f"simulator: 192 cells, 48 steps in {statistics.median(took):.1f} s", "/s", *_named(rates, "a bare heap")
 
 
+# --- gateway: a call against the engine's wire alone --------------------------------------------------------------------------------------------
+
+
+def gateway() -> Figure:
+    """`gateway_calls.py` in this process, for the protocol with the largest requests."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    from gateway_calls import calls, make_renderer
+
+    renderer = make_renderer()
+    costs = [asyncio.run(calls(renderer, "chat")) for _ in range(ROUNDS)]
+    through, alone = (statistics.median(getattr(c, name) for c in costs) for name in ("through", "alone"))
+    return (
+        f"gateway: calls with 10,000 tokens of history ({(through - alone) * 1e3:+.1f} ms)",
+        "/s",
+        1 / through,
+        "the engine's wire alone",
+        1 / alone,
+    )
+
+
 BENCHMARKS = {
-    "wire": wire, "buffer": buffer, "engine": engine, "sandbox": sandbox, "simulator": simulator, "simulator_large": simulator_large,
+    "wire": wire, "gateway": gateway, "buffer": buffer, "engine": engine, "sandbox": sandbox,
+    "simulator": simulator, "simulator_large": simulator_large,
 }  # fmt: skip
 
 

@@ -16,7 +16,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gyre.net.sockets import Peer, Server, mint
-from gyre.sandbox.gateway.chat import ChatApp
+from gyre.rollout.scripted import Line, Script, ScriptedEngine
+from gyre.rollout.shell import Desk
+from gyre.sandbox.gateway.endpoint import Endpoint
 from gyre.sandbox.gateway.http import HttpServer
 from gyre.sandbox.gateway.render import Renderer
 from gyre.sandbox.gateway.route import Router
@@ -121,13 +123,13 @@ class Sampled(NamedTuple):
     when_aborted: str = "abort"  # or how it finished just before
 
 
-Script = Callable[[Generate, list[int]], Sampled]
+Says = Callable[[Generate, list[int]], Sampled]
 
 
 class FakeEngine:
     """Speaks the wire protocol of gyre-rollout; a script says what is sampled. Records every prompt and every reply."""
 
-    def __init__(self, address: str, script: Script, name: str = "cell0", version: Version | None = FIRST, run_id: str = "r") -> None:
+    def __init__(self, address: str, script: Says, name: str = "cell0", version: Version | None = FIRST, run_id: str = "r") -> None:
         self.script, self.name, self.version = script, name, version
         self.free_slots = 8
         self.server = Server.bind(address, ToRollout, kind="rollout", name=name, run_id=run_id)
@@ -183,6 +185,38 @@ class FakeEngine:
         if not self._task.cancelled() and not self._task.cancelling():
             self._task.cancel()
             self.server.close()
+
+
+class Reciting:
+    """The real scripted engine behind the real desk of gyre-rollout. Notes every prompt, in order."""
+
+    def __init__(self, address: str, lines: list[dict[str, Any]], renderer: Renderer) -> None:
+        tokenizer = renderer.template.tokenizer
+        script = [(line := Line(**x), line.token_ids or [*tokenizer.encode(line.text).ids, renderer.end_id]) for x in lines]
+        self.engine = ScriptedEngine(
+            Script(script, lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)),
+            eos=frozenset([renderer.end_id]), context=400_000, slots=16, queue=64,
+        )  # fmt: skip
+        self.engine.load(FIRST, [], memoryview(b"")).result(30)
+        self._prompts: dict[str, list[int]] = {}  # a request may come again
+        self.server = Server.bind(address, ToRollout, kind="rollout", name="cell0", run_id="r")
+        self.desk = Desk(self.server, "cell0", 400_000)
+        self.desk.engine = self.engine
+        self._task = asyncio.create_task(self.server.serve(self._handle))
+
+    def _handle(self, peer: Peer, message: Message, arrays: dict[str, memoryview]) -> None:
+        if isinstance(message, Generate):
+            self._prompts[message.request_id] = arrays["prompt_ids"].tolist()
+        self.desk.handle(peer, message, arrays)
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return list(self._prompts.values())
+
+    def close(self) -> None:
+        self._task.cancel()
+        self.engine.close()
+        self.server.close()
 
 
 @pytest.fixture
@@ -294,15 +328,24 @@ def a_ticket(policy: Version = FIRST) -> Ticket:
 def gateway(tmp_path: Path, renderer: Renderer) -> Callable[..., Any]:
     @asynccontextmanager
     async def make(
-        *scripts: Script, keep_alive_s: float = 5.0, use: Renderer | None = None, patience_s: float = 5.0, **limits: Any
+        *scripts: Says,
+        keep_alive_s: float = 5.0,
+        use: Renderer | None = None,
+        patience_s: float = 5.0,
+        models: tuple[str, ...] = (),
+        **limits: Any,
     ) -> AsyncIterator[Gateway]:
-        engines = [FakeEngine(f"ipc://{tmp_path}/e{i}", s, f"cell{i}") for i, s in enumerate(scripts)]
+        shown = use or renderer
+        engines = [
+            FakeEngine(f"ipc://{tmp_path}/e{i}", s, f"cell{i}") if callable(s) else Reciting(f"ipc://{tmp_path}/e{i}", s, shown)
+            for i, s in enumerate(scripts)
+        ]
         router = Router.connect([e.server.address for e in engines], 2.0, patience_s, name="s", incarnation="i", run_id="r", resend_s=1.0)
         values: dict[str, Any] = {
             "sampling": Sampling(max_tokens=512), "context": 200_000, "max_turns": 1000, "max_trajectories": 1, "deadline": time.monotonic() + 30
         }  # fmt: skip
-        session = Session(a_ticket(), use or renderer, router, Limits(**{**values, **limits}))
-        server = HttpServer(ChatApp(session, keep_alive_s), 1 << 24)
+        session = Session(a_ticket(), shown, router, Limits(**{**values, **limits}))
+        server = HttpServer(Endpoint(session, keep_alive_s, models), 1 << 24)
         socket = tmp_path / "m.sock"
         await server.start(socket)
         clients: list[Client] = []

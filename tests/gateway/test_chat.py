@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from gyre.sandbox.gateway.parse import parse
+from gyre.sandbox.gateway.parse import Reasoning, parse
 from gyre.types import CallStatus, Ending, Sampling
 
 MESSAGES = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}]
 
 
 def nested(n: int) -> bytes:
@@ -32,7 +33,8 @@ def test_completion_and_usage(gateway: Any, renderer: Any, sampled: Any) -> None
             assert choice["message"] == {"role": "assistant", "content": "hello"} and choice["finish_reason"] == "stop"
             n_prompt = len(g.engines[0].prompts[g.engines[0].requests[0].request_id])
             n = len(ids) + 1
-            assert reply["usage"] == {"prompt_tokens": n_prompt, "completion_tokens": n, "total_tokens": n_prompt + n}
+            usage = {"prompt_tokens": n_prompt, "completion_tokens": n, "total_tokens": n_prompt + n}
+            assert reply["usage"] == {**usage, "completion_tokens_details": {"reasoning_tokens": 0}}
             status, body = await client.request("GET", "/v1/models")
             assert [m["id"] for m in json.loads(body)["data"]] == ["policy"]
 
@@ -46,7 +48,7 @@ def test_stream_with_keep_alives_and_usage(gateway: Any, renderer: Any, sampled:
     async def run() -> None:
         async with gateway(lambda r, p: sampled(ids, delay_s=0.5), keep_alive_s=0.05) as g:
             client = await g.connect()
-            payload = {"messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True}}
+            payload = {"messages": MESSAGES, "tools": TOOLS, "stream": True, "stream_options": {"include_usage": True}}
             status, body = await client.request("POST", "/v1/chat/completions", json.dumps(payload).encode())
             assert status == 200 and body.startswith(b": keep-alive\n\n") and body.endswith(b"data: [DONE]\n\n")
             chunks = [json.loads(line[6:]) for line in body.decode().split("\n\n") if line.startswith("data: {")]
@@ -303,7 +305,7 @@ def test_http_limits(gateway: Any, renderer: Any, sampled: Any) -> None:
     ],
 )  # fmt: skip
 def test_parse(text: str, expected: Any) -> None:
-    got = parse(text, "p")
+    got = parse(text, "p", offered={})
     expected = {"content": expected} if isinstance(expected, str) else expected
     assert got.pop("role") == "assistant"
     if "tool_calls" in got:
@@ -312,4 +314,4 @@ def test_parse(text: str, expected: Any) -> None:
 
 
 def test_parse_inside_reasoning() -> None:
-    assert parse("because\n</think>\n\nso", "p", opened_reasoning=True) == {"role": "assistant", "content": "so", "reasoning_content": "because"}
+    assert parse("because\n</think>\n\nso", "p", reasoning=Reasoning.OPENED) == {"role": "assistant", "content": "so", "reasoning_content": "because"}

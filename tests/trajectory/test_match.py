@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gyre.trajectory.match import Match, Matcher, UnsupportedContent, chain, fingerprint, normalise
+from gyre.trajectory.match import Match, Matcher, Memory, Message, UnsupportedContent, chain, fingerprint, normalise
 
 USER = {"role": "user", "content": "hi"}
 
@@ -43,11 +46,14 @@ def test_cosmetic_differences_do_not_count() -> None:
         reply(arguments='{"a": 1, "b": "x"'),  # malformed
         reply(call_id="call_2"),
         reply(content="text"),
-        reply(reasoning_content="other"),
     ],
 )
 def test_real_differences_count(other: dict[str, Any]) -> None:
     assert not same(reply(), other)
+
+
+def find(matcher: Matcher, *messages: dict[str, Any], tools: bytes = b"") -> Match | None:
+    return matcher.find(links(*messages, tools=tools), [normalise(m) for m in messages])
 
 
 def test_the_longest_complete_call_is_found() -> None:
@@ -55,28 +61,70 @@ def test_the_longest_complete_call_is_found() -> None:
     matcher.record("c1", links(USER)[-1], reply())
     told = {"role": "tool", "tool_call_id": "call_1", "content": "ok"}
     matcher.record("c2", links(USER, reply(), told)[-1], {"role": "assistant", "content": "done"})
-    assert matcher.find(links(USER)) is None
-    assert matcher.find(links(USER, reply(), told)) == Match("c1", 2)
+    assert find(matcher, USER) is None
+    assert find(matcher, USER, reply(), told) == Match("c1", 2)
     done = {"role": "assistant", "content": "done\n"}
-    assert matcher.find(links(USER, reply(), told, done, USER)) == Match("c2", 4)
-    assert matcher.find(links(USER, reply(), {**told, "content": "edited"}, done, USER)) == Match("c1", 2)
-    assert matcher.find(links(USER, reply(name="invalid"), told)) is None
-    assert matcher.find(links(USER, reply(), told, tools=b"other")) is None
+    assert find(matcher, USER, reply(), told, done, USER) == Match("c2", 4)
+    assert find(matcher, USER, reply(), {**told, "content": "edited"}, done, USER) == Match("c1", 2)
+    assert find(matcher, USER, reply(name="invalid"), told) is None
+    assert find(matcher, USER, reply(), told, tools=b"other") is None
+
+
+def thinks(reasoning: str | None, text: str = "x") -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **({"reasoning_content": reasoning} if reasoning else {})}
 
 
 def test_reasoning_may_be_left_out_but_not_changed() -> None:
     matcher = Matcher()
-    matcher.record("c1", links(USER)[-1], {"role": "assistant", "content": "x", "reasoning_content": "because"})
-    assert matcher.find(links(USER, {"role": "assistant", "content": "x", "reasoning_content": "because"})) == Match("c1", 2)
-    assert matcher.find(links(USER, {"role": "assistant", "content": "x"})) == Match("c1", 2)
-    assert matcher.find(links(USER, {"role": "assistant", "content": "x", "reasoning_content": "why"})) is None
+    matcher.record("c1", links(USER)[-1], thinks("because"))
+    assert find(matcher, USER, thinks("because")) == Match("c1", 2)
+    assert find(matcher, USER, thinks(None)) == Match("c1", 2)
+    assert find(matcher, USER, thinks("why")) is None
 
 
-def test_equal_replies_mean_the_latest_call() -> None:
+def test_reasoning_may_be_left_out_later() -> None:
+    """A harness that keeps the last reply's reasoning alone, and one that edits an earlier one."""
     matcher = Matcher()
-    for call_id in ("c1", "c2"):
-        matcher.record(call_id, links(USER)[-1], {"role": "assistant", "content": "x"})
-    assert matcher.find(links(USER, {"role": "assistant", "content": "x"})) == Match("c2", 2)
+    matcher.record("c1", links(USER)[-1], thinks("one"))
+    matcher.record("c2", links(USER, thinks("one"), USER)[-1], thinks("two"))
+    assert find(matcher, USER, thinks("one"), USER, thinks("two"), USER) == Match("c2", 4)
+    assert find(matcher, USER, thinks(None), USER, thinks("two"), USER) == Match("c2", 4)
+    assert find(matcher, USER, thinks(None), USER, thinks(None), USER) == Match("c2", 4)
+    assert find(matcher, USER, thinks("edited"), USER, thinks("two"), USER) is None
+    assert find(matcher, USER, thinks("one"), USER, thinks("edited"), USER) == Match("c1", 2)
+
+
+def test_equal_replies_mean_the_latest_call_that_thought_so() -> None:
+    matcher = Matcher()
+    for call_id, reasoning in (("c1", "a"), ("c2", "b"), ("c3", "a")):
+        matcher.record(call_id, links(USER)[-1], thinks(reasoning))
+    assert find(matcher, USER, thinks("b")) == Match("c2", 2)
+    assert find(matcher, USER, thinks("a")) == Match("c3", 2)
+    assert find(matcher, USER, thinks(None)) == Match("c3", 2)
+
+
+MESSAGES = st.lists(
+    st.one_of(
+        st.builds(lambda t: {"role": "user", "content": t}, st.sampled_from("ab")),
+        st.builds(lambda n, r: reply(arguments={"n": n}, reasoning=r), st.sampled_from([1, True, 1.0, 2]), st.sampled_from(["", "r"])),
+        st.builds(lambda t: {"role": "system", "content": t}, st.sampled_from("ab")),
+    ),
+    max_size=6,
+)  # fmt: skip
+
+
+@given(st.lists(st.tuples(MESSAGES, st.sampled_from([b"", b"t"])), max_size=8), st.booleans())
+def test_what_is_remembered_is_what_would_be_read(requests: list[tuple[list[dict[str, Any]], bytes]], shapes: bool) -> None:
+    memory = Memory(2)
+
+    def shape(messages: list[Message]) -> list[Message]:
+        return [m for i, m in enumerate(messages) if not shapes or i == 0 or m["role"] != "system"]
+
+    for messages, tools in requests:
+        normal = [normalise(m) for m in messages]
+        conversation = memory.read(json.loads(json.dumps(messages)), tools, shape)
+        assert conversation.normal == normal and conversation.messages == shape(normal)
+        assert conversation.links == chain(tools, shape(normal))
 
 
 @pytest.mark.parametrize(

@@ -1,40 +1,46 @@
-"""OpenAI's chat completions on top of a session: streaming and not, tools, errors in OpenAI's form.
+"""OpenAI's chat completions: requests read, replies and streams written.
 
 Invariants
+- Messages are taken as they are, `match.normalise` knows the form. So a reply that comes back is the message that was recorded.
 - Usage counts are the true ones: harnesses compact by them.
-- The model's name and the sampling parameters of a request are ignored, since the run decides them; only the token budget may be lowered.
-- Generation is never streamed from upstream: a stream is replayed when the call is complete, with comments meanwhile to keep it alive. Until the
-  first comment a failure is an HTTP status; afterwards it is an event in the stream.
+- A stream is written whole when the call is complete, with comments meanwhile to keep it alive.
+
+Model names and when to refuse are the endpoint's business.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Final
 
 import msgspec
 
-from gyre.errors import DeadlineExceeded, WorkFailed
-from gyre.sandbox.gateway.http import Request, Response
-from gyre.sandbox.gateway.route import ContextFull
-from gyre.sandbox.gateway.session import Answer, Over, Session
-from gyre.sandbox.gateway.template import TemplateRefused
-from gyre.trajectory.match import UnsupportedContent
+from gyre.sandbox.gateway.protocol import POLICY, STATUS, Answer, Ask, Fault, Refusal, Turn, decode, encode, event, is_none, overruled, positive
 
-_JSON: Final = "application/json"
-_SSE: Final = "text/event-stream"
-_MODEL: Final = "policy"
+_CODES: Final = {  # kind, code
+    Fault.MALFORMED: ("invalid_request_error", None),
+    Fault.UNSUPPORTED: ("invalid_request_error", "unsupported_value"),
+    Fault.CONTEXT_FULL: ("invalid_request_error", "context_length_exceeded"),
+    Fault.TOO_LARGE: ("invalid_request_error", "request_too_large"),
+    Fault.UNKNOWN_URL: ("invalid_request_error", "unknown_url"),
+    Fault.UNKNOWN_MODEL: ("invalid_request_error", "model_not_found"),
+    Fault.UNKNOWN_RESPONSE: ("invalid_request_error", "previous_response_not_found"),
+    Fault.OVER: ("rollout_over", "rollout_over"),
+    Fault.UNAVAILABLE: ("server_error", "unavailable"),
+}
+_SAMPLING: Final = (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed", "stop", "logit_bias",
+    "max_tokens", "max_completion_tokens", "reasoning_effort", "response_format", "tool_choice",
+)  # fmt: skip
 
 
 class _StreamOptions(msgspec.Struct):
-    include_usage: bool = False
+    include_usage: bool | None = False
 
 
-class _ChatRequest(msgspec.Struct):
+class _Request(msgspec.Struct):
     messages: list[dict[str, Any]]
-    model: Annotated[str, msgspec.Meta(max_length=1024)] = _MODEL  # it is echoed in every chunk
+    model: Annotated[str, msgspec.Meta(max_length=1024)] = POLICY  # it is echoed in every chunk
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     stream: bool | None = False
@@ -42,95 +48,104 @@ class _ChatRequest(msgspec.Struct):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     n: int | None = None
-
-    @property
-    def budget(self) -> int | None:
-        """The harness's own limit of tokens, if it has one."""
-        given = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None and n > 0]
-        return min(given) if given else None
-
-
-class _Refusal(Exception):
-    """A request that cannot be answered, with all that the error needs."""
-
-    def __init__(self, status: int, kind: str, code: str | None, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    repetition_penalty: Any = None
+    seed: Any = None
+    stop: Any = None
+    logit_bias: Any = None
+    reasoning_effort: Any = None
+    response_format: Any = None
 
 
-_requests: Final = msgspec.json.Decoder(_ChatRequest)
-_encode: Final = msgspec.json.encode
+_requests: Final = msgspec.json.Decoder(_Request)
 
 
-class ChatApp:
-    """Answers the HTTP requests of one rollout."""
+def openai_error(refusal: Refusal) -> dict[str, Any]:
+    """The object that OpenAI's APIs answer errors with."""
+    kind, code = _CODES[refusal.fault]
+    return {"error": {"message": openai_message(refusal), "type": kind, "param": None, "code": code}}
 
-    def __init__(self, session: Session, keep_alive_s: float = 5.0) -> None:
-        self._session = session
-        self._keep_alive_s = keep_alive_s
 
-    async def __call__(self, request: Request) -> Response:
-        try:
-            match request.method, request.path.removeprefix("/v1"):
-                case "POST", "/chat/completions":
-                    return await self._chat(request.body)
-                case "GET", "/models":
-                    model = {"id": _MODEL, "object": "model", "created": 0, "owned_by": "gyre"}
-                    return Response(200, _JSON, _encode({"object": "list", "data": [model]}))
-                case _:
-                    raise _Refusal(404, "invalid_request_error", "unknown_url", f"unknown request: {request.method} {request.path}")
-        except _Refusal as e:
-            return Response(e.status, _JSON, _encode(e.body))
+def openai_message(refusal: Refusal) -> str:
+    """The error's text; a prompt that is too long is told in OpenAI's words, which harnesses look for."""
+    if refusal.fault is Fault.CONTEXT_FULL:
+        return f"This model's maximum context length is {refusal.limit} tokens, but the messages have {refusal.n_prompt} tokens."
+    return refusal.message
 
-    async def _chat(self, body: bytes) -> Response:
-        try:
-            chat = _requests.decode(body)
-        except (msgspec.DecodeError, RecursionError) as e:
-            raise _Refusal(400, "invalid_request_error", None, f"not a chat completion request: {e}") from None
-        if not chat.messages:
-            raise _Refusal(400, "invalid_request_error", None, "messages is empty")
-        if chat.n not in (None, 1):
-            raise _Refusal(400, "invalid_request_error", "unsupported_value", "only n = 1 is served")
-        if not chat.stream:
-            return Response(200, _JSON, _encode(_whole(chat, await self._complete(chat))))
-        task = asyncio.ensure_future(self._complete(chat))
-        try:
-            done, _ = await asyncio.wait((task,), timeout=self._keep_alive_s)
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
-        if done:
-            return Response(200, _SSE, _replay(chat, task.result()))
-        return Response(200, _SSE, self._stream(chat, task))
 
-    async def _stream(self, chat: _ChatRequest, task: asyncio.Task[Answer]) -> AsyncGenerator[bytes, None]:
-        try:
-            while not task.done():
-                yield b": keep-alive\n\n"
-                await asyncio.wait((task,), timeout=self._keep_alive_s)
-            try:
-                yield _replay(chat, task.result())
-            except _Refusal as e:
-                yield _event(e.body)
-        finally:
-            task.cancel()
+def openai_code(refusal: Refusal) -> str:
+    """The error's code, or its kind where it has none."""
+    kind, code = _CODES[refusal.fault]
+    return code or kind
 
-    async def _complete(self, chat: _ChatRequest) -> Answer:
-        tools = None if chat.tool_choice == "none" else chat.tools
-        try:
-            return await self._session.complete(chat.messages, tools, chat.budget)
-        except ContextFull as e:
-            text = f"This model's maximum context length is {e.limit} tokens, but the messages have {e.n_prompt} tokens."
-            raise _Refusal(400, "invalid_request_error", "context_length_exceeded", text) from None
-        except (UnsupportedContent, TemplateRefused) as e:
-            raise _Refusal(400, "invalid_request_error", None, str(e)) from None
-        except RecursionError:
-            raise _Refusal(400, "invalid_request_error", None, "messages or tools are nested too deeply") from None
-        except Over as e:
-            raise _Refusal(410, "rollout_over", "rollout_over", str(e)) from None
-        except (DeadlineExceeded, WorkFailed) as e:
-            raise _Refusal(503, "server_error", "unavailable", str(e)) from None
+
+class Chat:
+    """The dialect."""
+
+    def read(self, body: bytes) -> Turn:
+        request: _Request = decode(_requests, body, "chat completion")
+        if not request.messages:
+            raise Refusal(Fault.MALFORMED, "messages is empty")
+        if request.n not in (None, 1):
+            raise Refusal(Fault.UNSUPPORTED, "only n = 1 is served")
+        ask = Ask(
+            api="chat",
+            model=request.model,
+            messages=request.messages,
+            tools=None if is_none(request.tool_choice) else request.tools,
+            max_tokens=positive(request.max_tokens, request.max_completion_tokens),
+            stream=bool(request.stream),
+            asked=overruled(request, _SAMPLING),
+        )
+        return _ChatTurn(ask, request.stream_options is not None and bool(request.stream_options.include_usage))
+
+    def count(self, n_tokens: int) -> bytes:
+        raise Refusal(Fault.UNKNOWN_URL, "chat completions have no such request")
+
+    def error(self, refusal: Refusal) -> tuple[int, bytes]:
+        return STATUS[refusal.fault], encode(openai_error(refusal))
+
+
+class _ChatTurn:
+    def __init__(self, ask: Ask, with_usage: bool) -> None:
+        self.ask = ask
+        self._with_usage = with_usage
+
+    def whole(self, answer: Answer) -> bytes:
+        choice = {"index": 0, "message": answer.message, "logprobs": None, "finish_reason": answer.finish_reason}
+        return encode({**self._head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)})
+
+    def waiting(self) -> bytes:
+        return b": keep-alive\n\n"
+
+    def broken(self, refusal: Refusal) -> bytes:
+        return event(openai_error(refusal))
+
+    def stream(self, answer: Answer) -> bytes:
+        head = self._head(answer, "chat.completion.chunk")
+        message = answer.message
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        for key in ("reasoning_content", "content"):
+            if message.get(key):
+                deltas.append({key: message[key]})
+        for i, call in enumerate(message.get("tool_calls", ())):
+            deltas.append({"tool_calls": [{"index": i, **call}]})
+        extra: dict[str, Any] = {"usage": None} if self._with_usage else {}
+        events = [
+            event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}], **extra})
+            for delta, reason in [*((d, None) for d in deltas), ({}, answer.finish_reason)]
+        ]
+        if self._with_usage:
+            events.append(event({**head, "choices": [], "usage": _usage(answer)}))
+        return b"".join(events) + b"data: [DONE]\n\n"
+
+    def _head(self, answer: Answer, kind: str) -> dict[str, Any]:
+        return {"id": f"chatcmpl-{answer.call_id}", "object": kind, "created": int(time.time()), "model": self.ask.model}
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
@@ -138,38 +153,5 @@ def _usage(answer: Answer) -> dict[str, Any]:
         "prompt_tokens": answer.n_prompt,
         "completion_tokens": answer.n_completion,
         "total_tokens": answer.n_prompt + answer.n_completion,
+        "completion_tokens_details": {"reasoning_tokens": answer.n_reasoning},
     }
-
-
-def _head(chat: _ChatRequest, answer: Answer, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{answer.call_id}", "object": kind, "created": int(time.time()), "model": chat.model}
-
-
-def _whole(chat: _ChatRequest, answer: Answer) -> dict[str, Any]:
-    choice = {"index": 0, "message": answer.message, "logprobs": None, "finish_reason": answer.finish_reason}
-    return {**_head(chat, answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
-
-
-def _event(payload: dict[str, Any]) -> bytes:
-    return b"data: " + _encode(payload) + b"\n\n"
-
-
-def _replay(chat: _ChatRequest, answer: Answer) -> bytes:
-    """The whole stream of a complete call."""
-    head = _head(chat, answer, "chat.completion.chunk")
-    with_usage = chat.stream_options is not None and chat.stream_options.include_usage
-    message = answer.message
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    for key in ("reasoning_content", "content"):
-        if message.get(key):
-            deltas.append({key: message[key]})
-    for i, call in enumerate(message.get("tool_calls", ())):
-        deltas.append({"tool_calls": [{"index": i, **call}]})
-    extra: dict[str, Any] = {"usage": None} if with_usage else {}
-    events = [
-        _event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}], **extra})
-        for delta, reason in [*((d, None) for d in deltas), ({}, answer.finish_reason)]
-    ]
-    if with_usage:
-        events.append(_event({**head, "choices": [], "usage": _usage(answer)}))
-    return b"".join(events) + b"data: [DONE]\n\n"

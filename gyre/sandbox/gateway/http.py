@@ -3,8 +3,10 @@
 Invariants
 - The protocol is h11's; here are only the bytes in and out. Connections are kept alive; requests on one are answered one after the other.
 - A client that closes its connection while its request is being handled cancels the handler. That is how a dropped stream is noticed.
-- Heads, bodies, all unanswered bodies of a server together, and connections are bounded; a request over a bound is answered 413 or 431, a connection
-  over the bound is closed. Nothing is kept for a client that is gone, and no client holds the event loop for long.
+- Heads, bodies, all unanswered bodies of a server together, and connections are bounded; a request over a bound is answered 413 (by the
+  application, in its own form) or 431, a connection over the bound is closed. Nothing is kept for a client that is gone, and no client holds the
+  event loop for long.
+- After a 413 what the client still sends is read for a moment and thrown away: it could not read the answer while it writes.
 
 What is answered is the application's business.
 """
@@ -14,10 +16,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import h11
 
@@ -29,6 +31,7 @@ _HEAD_LINES: Final = 256
 _HEAD_END: Final = re.compile(rb"\n\r?\n")
 CONNECTIONS: Final = 256
 _CLOSE_S: Final = 2.0
+_LINGER_S: Final = 5.0
 _BODIES: Final = 2  # bodies of a server's open requests, as a multiple of the limit for one
 _TURN: Final = 64  # pieces of a body that are taken at a time: they may be of one byte each
 
@@ -38,6 +41,7 @@ class Request(NamedTuple):
 
     method: str
     path: str  # without query
+    headers: Mapping[str, str]  # names in lower case
     body: bytes
 
 
@@ -49,11 +53,26 @@ class Response(NamedTuple):
     body: bytes | AsyncGenerator[bytes, None]
 
 
-App = Callable[[Request], Awaitable[Response]]
+class App(Protocol):
+    """What requests are handed to."""
+
+    async def __call__(self, request: Request) -> Response: ...
+
+    def refuse(self, request: Request, message: str) -> Response:
+        """The answer to a request whose body is over a bound; the body is left out."""
+        ...
 
 
 class _Dropped(Exception):
     """The client closed its connection."""
+
+
+class _TooLarge(Exception):
+    """A body is over a bound."""
+
+    def __init__(self, request: Request, message: str) -> None:
+        super().__init__(message)
+        self.request, self.message = request, message
 
 
 class HttpServer:
@@ -143,6 +162,11 @@ class _Connection:
             if self._h11.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 await self._send(Response(e.error_status_hint, "text/plain", str(e).encode()))
             return False
+        except _TooLarge as e:
+            self._free()
+            await self._send(self._app.refuse(e.request, e.message))
+            await self._linger()
+            return False
         if request is None:
             return False
         handler = asyncio.ensure_future(self._respond(request))
@@ -161,6 +185,14 @@ class _Connection:
                 handler.cancel()
                 await asyncio.wait((handler,))
         return self._h11.our_state is h11.DONE and self._h11.their_state is h11.DONE
+
+    async def _linger(self) -> None:
+        """Read and forget, until the client has finished or for a moment."""
+        left = 2 * self._body_limit
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                while left > 0 and (data := await self._reader.read(_READ)):
+                    left -= len(data)
 
     async def _respond(self, request: Request) -> None:
         await self._send(await self._app(request))
@@ -189,11 +221,13 @@ class _Connection:
             raise h11.RemoteProtocolError(f"the head has more than {_HEAD_LINES} lines", error_status_hint=431)
 
     async def _request(self) -> Request | None:
-        """The next request, or None when the client has closed. Raises `h11.RemoteProtocolError`."""
+        """The next request, or None when the client has closed. Raises `h11.RemoteProtocolError`, `_TooLarge`."""
         head = await self._event()
         if not isinstance(head, h11.Request):
             return None
         self._is_head = head.method == b"HEAD"
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
+        request = Request(head.method.decode("latin-1"), head.target.decode("latin-1").partition("?")[0], headers, b"")
         body = bytearray()
         pieces = 0
         while isinstance(event := await self._event(), h11.Data):
@@ -201,16 +235,15 @@ class _Connection:
             self._taken += len(event.data)
             self._room.left -= len(event.data)
             if len(body) > self._body_limit:
-                raise h11.RemoteProtocolError(f"the body exceeds {self._body_limit} bytes", error_status_hint=413)
+                raise _TooLarge(request, f"the body exceeds {self._body_limit} bytes")
             if self._room.left < 0:
-                raise h11.RemoteProtocolError("the bodies of all open requests together are too large", error_status_hint=413)
+                raise _TooLarge(request, "the bodies of all open requests together are too large")
             pieces += 1
             if pieces % _TURN == 0:
                 await asyncio.sleep(0)
         if not isinstance(event, h11.EndOfMessage):
             return None
-        target = head.target.decode("latin-1")
-        return Request(head.method.decode("latin-1"), target.partition("?")[0], bytes(body))
+        return request._replace(body=bytes(body))
 
     async def _send(self, response: Response) -> None:
         headers = [("Content-Type", response.content_type)]

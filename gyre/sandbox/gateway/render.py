@@ -7,9 +7,11 @@ Invariants
   the reasoning of the reply. Templates that strip earlier reasoning when a user speaks fail that test: then the prompt is rendered in full, and the
   graph branches where its tokens differ.
 
+- What a template would refuse is put otherwise where that can be done without a loss: system messages behind the first, arguments that are no object.
+
 How it works: recorded replies are replaced by sentinels (so how a harness spells them does not matter), the conversation is rendered once, and the
-text cut behind the end-of-turn token that follows the last sentinel. Which token ends a turn, and what opens one, is found out once by rendering a
-short conversation.
+text cut behind the end-of-turn token that follows the last sentinel. Which token ends a turn, what opens one, how tool calls are written and what is
+refused is found out once by rendering short conversations.
 """
 
 from __future__ import annotations
@@ -20,12 +22,16 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
+from gyre.sandbox.gateway.parse import Format, Reasoning
 from gyre.sandbox.gateway.template import ChatTemplate, TemplateRefused
 from gyre.trajectory.match import Message, canonical
 
 _REPLY: Final = "GYRE-REPLY-7c1f"
 _REASONING: Final = "GYRE-REASONING-7c1f"
 _CACHED_TOOLS: Final = 64
+_NAME: Final = "gyre_probe"
+_USER: Final[Message] = {"role": "user", "content": "a"}
+_CALL: Final[Message] = {"id": "call_0", "type": "function", "function": {"name": _NAME, "arguments": {"key": "value"}}}
 
 
 class Before(NamedTuple):
@@ -50,6 +56,13 @@ class Reply(NamedTuple):
     reasons: bool
 
 
+class Shown(NamedTuple):
+    """Tools as the template is given them; `key`: equal keys mean equal prompts, for instance if tools are not shown at all."""
+
+    tools: Sequence[Any] | None
+    key: bytes
+
+
 class Renderer:
     """One model's way to write conversations. Shared by all rollouts; keeps only caches."""
 
@@ -57,44 +70,81 @@ class Renderer:
         self.template = template
         self.end_text, self.end_id = self._find_end()
         self.opening = self._find_opening()
-        self.opens_reasoning = self.opening.rstrip().endswith("<think>")
-        self._tool_keys: OrderedDict[bytes, bytes] = OrderedDict()  # by digest: tools may be large
+        self.form = self._find_format()
+        self.reasoning = self._find_reasoning()
+        self._unthink: int | None = template.tokenizer.token_to_id("</think>")
+        late = [{"role": "system", "content": "b"}, _USER, {"role": "system", "content": _REPLY}, _USER]
+        self._late_system = self._try(late).find(_REPLY) >= 0
+        strange = {**_CALL, "function": {"name": _NAME, "arguments": "x"}}
+        self._any_arguments = self._try([_USER, {"role": "assistant", "content": "", "tool_calls": [strange]}, _USER]) != ""
+        self._calls_hide_text = self._find_hidden()
+        self._shown: OrderedDict[bytes, Shown] = OrderedDict()  # by digest: tools may be large
 
-    def tools_key(self, tools: Sequence[Any] | None) -> bytes:
-        """Digest of what the template makes of these tools: equal keys mean equal prompts, for instance if tools are not shown at all."""
+    def shown(self, tools: Sequence[Any] | None) -> Shown:
+        """Tools for `full` and `bridge`."""
         spelling = canonical(tools or [])
         known = _digest(spelling)
-        key = self._tool_keys.get(known)
-        if key is None:
+        shown = self._shown.get(known)
+        if shown is None:
+            guarded = self.template.guard(tools) if tools else None
             try:
-                text = self.template.render([{"role": "user", "content": _REPLY}], tools or None, reply_follows=False)
+                key = _digest(self.template.render([{"role": "user", "content": _REPLY}], guarded, reply_follows=False).encode())
             except TemplateRefused:
-                text = spelling
-            key = self._tool_keys[known] = _digest(text)
-            if len(self._tool_keys) > _CACHED_TOOLS:
-                self._tool_keys.popitem(last=False)
-        return key
+                key = known
+            shown = self._shown[known] = Shown(guarded, key)
+            if len(self._shown) > _CACHED_TOOLS:
+                self._shown.popitem(last=False)
+        return shown
 
-    def full(self, messages: Sequence[Message], tools: Sequence[Any] | None, context: int) -> Rendered:
+    def acceptable(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages as the template will take them. A system message that it refuses joins the first ones, or speaks as the user."""
+        out: list[Message] = []
+        for message in messages:
+            if message["role"] == "system" and out and not self._late_system:
+                if out[-1]["role"] == "system":
+                    out[-1] = {**out[-1], "content": f"{out[-1]['content']}\n\n{message['content']}"}
+                    continue
+                message = {**message, "role": "user"}
+            out.append(message)
+        return out
+
+    def _guarded(self, messages: Sequence[Message]) -> list[Message]:
+        """With control tokens cut, and arguments that the template can write."""
+        out = [self._guard(m) for m in messages]
+        if self._any_arguments:
+            return out
+        return [{**m, "tool_calls": [_with_object(c) for c in m["tool_calls"]]} if "tool_calls" in m else m for m in out]
+
+    def _guard(self, message: Message) -> Message:
+        """`template.guard`, which looks into every value, for the few messages that need it."""
+        has = self.template.has_control
+        calls = message.get("tool_calls")
+        if has(message["content"]) or has(message.get("reasoning_content", "")) or (calls and has(canonical(calls).decode())):
+            guarded: Message = self.template.guard(message)
+            return guarded
+        return message
+
+    def full(self, messages: Sequence[Message], shown: Shown, context: int) -> Rendered:
         """Render and tokenise all messages. Raises `TemplateRefused`, and `TooLong` if that cannot be `context` tokens."""
-        text = self.template.render(messages, tools or None, reply_follows=True)
+        text = self.template.render(self._guarded(messages), shown.tools, reply_follows=True)
         return Rendered(self.template.encode(text, context), self._before(text), False)
 
     def bridge(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, replies: Sequence[Reply], history: array[int], before: Before, context: int
+        self, messages: Sequence[Message], shown: Shown, replies: Sequence[Reply], history: array[int], before: Before, context: int, ended: bool
     ) -> Rendered | None:
         """Continue a recorded call: None if the template does not allow it. Raises `TemplateRefused`, `TooLong`.
 
         `replies` are the recorded replies among the messages since the conversation was last rendered in full; the last of them is the reply of the
-        call to continue. `history` are that call's prompt and completion ids, `before` is what its prompt was rendered to.
+        call to continue. `history` are that call's prompt and completion ids, `before` is what its prompt was rendered to; `ended`: the policy ended
+        its turn itself.
         """
         if self.end_id is None:
             return None
-        shown = list(messages)
+        stand_ins = self._guarded(messages)
         for reply in replies:
-            shown[reply.place] = _stand_in(messages[reply.place], reply.reasons)
-        text = self.template.render(shown, tools or None, reply_follows=True)
-        if _digest(text[: before.length]) != before.digest:
+            stand_ins[reply.place] = self._stand_in(messages[reply.place], reply.reasons)
+        text = self.template.render(stand_ins, shown.tools, reply_follows=True)
+        if _digest(text[: before.length].encode()) != before.digest:
             return None
         at = text.find(_REPLY, before.length)
         if at < 0 or (replies[-1].reasons and text.find(_REASONING, before.length, at) < 0):
@@ -102,22 +152,23 @@ class Renderer:
         end = text.find(self.end_text, at)
         if end < 0:
             return None
-        ended = len(history) > 0 and history[-1] == self.end_id
         bridge = self.template.encode(text[end + len(self.end_text) :] if ended else text[end:], context)
         return Rendered(history + bridge, self._before(text), True)
+
+    def count_reasoning(self, ids: array[int]) -> int:
+        """Tokens of a completion up to the end of its reasoning, which it has; all of them if that was cut off."""
+        if self._unthink is None:
+            return 0
+        return next((i + 1 for i, token in enumerate(ids) if token == self._unthink), len(ids))
 
     def _before(self, text: str) -> Before:
         if self.opening and text.endswith(self.opening):
             text = text[: -len(self.opening)]
-        return Before(len(text), _digest(text))
+        return Before(len(text), _digest(text.encode()))
 
     def _find_end(self) -> tuple[str, int | None]:
         """The token that ends an assistant's turn: the first added token that the template writes behind the reply."""
-        conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _REPLY}, {"role": "user", "content": "b"}]
-        try:
-            text = self.template.render(conversation, None, reply_follows=False)
-        except TemplateRefused:
-            return "", None
+        text = self._try([_USER, {"role": "assistant", "content": _REPLY}, {"role": "user", "content": "b"}])
         _, found, tail = text.partition(_REPLY)
         added = {token.content: i for i, token in self.template.tokenizer.get_added_tokens_decoder().items()}
         positions = [(tail.find(content), -len(content), content) for content in added if content and content in tail]
@@ -136,16 +187,50 @@ class Renderer:
             return ""
         return text[len(without) :] if text.startswith(without) else ""
 
+    def _find_format(self) -> Format:
+        """How the template itself writes a tool call."""
+        text = self._try([_USER, {"role": "assistant", "content": "", "tool_calls": [_CALL]}])
+        if f"<function={_NAME}>" in text:
+            return Format.XML
+        return Format.LLAMA if '"parameters"' in text and "<tool_call>" not in text else Format.HERMES
 
-def _digest(text: str) -> bytes:
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    def _find_reasoning(self) -> Reasoning:
+        """Whether the template tells reasoning from text, be it to leave it out later. If not, `<think>` is a part of the text."""
+        shown = self._try([_USER, {"role": "assistant", "content": _REPLY, "reasoning_content": _REASONING}])
+        kept = self._try([_USER, {"role": "assistant", "content": f"<think>\n{_REASONING}\n</think>\n\n{_REPLY}"}, _USER])
+        if self.opening.rstrip().endswith("<think>"):
+            return Reasoning.OPENED
+        return Reasoning.TAGGED if _REASONING in shown or _REASONING not in kept else Reasoning.NONE
+
+    def _find_hidden(self) -> bool:
+        """Whether the template leaves out the text of a reply that calls tools: then stand-ins are shown without their calls."""
+        reply = {"role": "assistant", "content": _REPLY, "tool_calls": [_CALL, {**_CALL, "id": "call_1"}]}
+        told = [{"role": "tool", "tool_call_id": f"call_{i}", "name": _NAME, "content": "b"} for i in range(2)]
+        return _REPLY not in self._try([_USER, reply, *told])
+
+    def _try(self, messages: list[Message]) -> str:
+        """The template's text for a probe, none if it is refused."""
+        try:
+            return self.template.render(messages, None, reply_follows=False)
+        except TemplateRefused:
+            return ""
+
+    def _stand_in(self, message: Message, reasons: bool) -> Message:
+        """A reply with its text replaced by sentinels. Tool calls keep name and id: templates may look them up."""
+        out: Message = {"role": "assistant", "content": _REPLY}
+        if reasons:
+            out["reasoning_content"] = _REASONING
+        if "tool_calls" in message and not self._calls_hide_text:
+            out["tool_calls"] = [{**c, "function": {"name": c["function"]["name"], "arguments": {}}} for c in message["tool_calls"]]
+        return out
 
 
-def _stand_in(message: Message, reasons: bool) -> Message:
-    """A reply with its text replaced by sentinels. Tool calls keep name and id: templates may look them up."""
-    out: Message = {"role": "assistant", "content": _REPLY}
-    if reasons:
-        out["reasoning_content"] = _REASONING
-    if "tool_calls" in message:
-        out["tool_calls"] = [{**c, "function": {"name": c["function"]["name"], "arguments": {}}} for c in message["tool_calls"]]
-    return out
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=16).digest()
+
+
+def _with_object(call: Message) -> Message:
+    arguments = call["function"]["arguments"]
+    if isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**call["function"], "arguments": {"input": arguments}}}

@@ -5,15 +5,17 @@ Invariants
 - A caller that goes away aborts its call upstream; the tokens had until then are kept as facts, and never trained.
 - `ending` is set when the gateway itself ends the rollout (turn limit, engine lost); from then on every request is refused.
 - What cannot fit the context is refused before it is tokenised: that would hold up the other rollouts of this process.
+- How tokens are drawn is the run's decision. What a request asked for instead is in the journal; only its token limit counts, if it is lower.
 - After `close` nothing is in flight and nothing changes any more.
 
-No HTTP here: `chat` translates.
+No HTTP and no protocol here: requests and replies are in the internal form of `protocol`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 from random import Random
@@ -22,15 +24,17 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from gyre.errors import DeadlineExceeded, GyreError, WorkFailed
-from gyre.sandbox.gateway.parse import parse
-from gyre.sandbox.gateway.render import Before, Rendered, Renderer, Reply
+from gyre.sandbox.gateway.parse import Offered, parse
+from gyre.sandbox.gateway.protocol import Answer, Ask
+from gyre.sandbox.gateway.render import Before, Rendered, Renderer, Reply, Shown
 from gyre.sandbox.gateway.route import Completion, ContextFull, Job, Router
 from gyre.sandbox.gateway.template import TooLong
 from gyre.trajectory.graph import Exported, PrefixGraph
-from gyre.trajectory.match import Matcher, Message, chain, fingerprint, normalise
+from gyre.trajectory.match import Match, Matcher, Memory, Message, fingerprint
 from gyre.trajectory.select import Origin, classify, select
 from gyre.types import CallRecord, CallStatus, Ending, LeafClass, Sampling, Ticket, TrajectoryMeta
 
+_COUNTED: Final = 4  # how far beyond the context prompts are still counted
 _CLOSE_S: Final = 15.0  # more than the router gives an engine to return an aborted request
 
 
@@ -48,23 +52,15 @@ class Limits(NamedTuple):
     deadline: float
 
 
-class Answer(NamedTuple):
-    """A call's reply, for the harness."""
-
-    call_id: str
-    message: Message
-    finish_reason: str  # stop | length | tool_calls
-    n_prompt: int
-    n_completion: int
-
-
 class _Call(msgspec.Struct):
     """One row of the journal."""
 
     call_id: str
     started_s: float
+    api: str
+    asked: dict[str, bool | int | float | str]
     family: bytes
-    has_tools: bool
+    offered: Offered | None
     n_messages: int
     after: str | None  # the call that this one continues
     before: Before
@@ -76,6 +72,7 @@ class _Call(msgspec.Struct):
     n_completion: int = 0
     cell: str = ""
     reasons: bool = False  # its reply holds reasoning
+    ended: bool = False  # its completion ends with the end of the turn
 
 
 class Outcome(NamedTuple):
@@ -99,6 +96,7 @@ class Session:
         self._started = time.monotonic()
         self._graph = PrefixGraph()
         self._matcher = Matcher()
+        self._memory = Memory()
         self._calls: dict[str, _Call] = {}
         self._adopted: set[str] = set()
         self._cells: list[str] = []
@@ -108,33 +106,37 @@ class Session:
         self._model_s = 0.0
         self._busy_since = 0.0
 
-    async def complete(self, messages: Sequence[Any], tools: Sequence[Any] | None, max_tokens: int | None) -> Answer:
+    async def complete(self, ask: Ask) -> Answer:
         """Answer one request. Cancelling it aborts the call.
 
         Raises `Over`, `ContextFull`, `UnsupportedContent`, `TemplateRefused`, or `WorkFailed` when no engine could serve it.
         """
         self._refuse_if_over()
-        self._refuse_beyond_context(len(messages))  # a message is a token or more
-        normal = [normalise(m) for m in messages]
+        self._refuse_beyond_context(len(ask.messages))  # a message is a token or more
+        shown = self._renderer.shown(ask.tools)
+        _, _, messages, _, links = self._memory.read(ask.messages, shown.key, self._renderer.acceptable)
         self._turns += 1
         if self._turns > self.limits.max_turns:
             self._end(Ending.TURN_LIMIT, f"{self.limits.max_turns} model calls")
             self._refuse_if_over()
         turn = self._turns
-        tools_key = self._renderer.tools_key(tools)
-        links = chain(tools_key, normal)
+        match = self._matcher.find(links, messages)
         try:
-            rendered, after = self._render(normal, tools, links)
+            rendered = self._render(messages, shown, match, self.limits.context)
         except TooLong as e:
             self._refuse_beyond_context(e.n_tokens)
             raise
+        if match is not None:
+            self._adopted.add(match.call_id)
         call = _Call(
             call_id=f"c{turn}",
             started_s=time.monotonic() - self._started,
-            family=_family(tools_key, normal),
-            has_tools=bool(tools),
-            n_messages=len(normal),
-            after=after,
+            api=ask.api,
+            asked=ask.asked,
+            family=_family(shown.key, messages),
+            offered=_offered(ask.tools),
+            n_messages=len(messages),
+            after=match.call_id if match else None,
             before=rendered.before,
             bridged=rendered.bridged,
             n_prompt=len(rendered.ids),
@@ -145,7 +147,7 @@ class Session:
             self._finish(call, CallStatus.ERROR, "context")
             self.context_full = True
             raise ContextFull(call.n_prompt, self.limits.context)
-        wanted = self.limits.sampling.max_tokens if max_tokens is None else min(max_tokens, self.limits.sampling.max_tokens)
+        wanted = self.limits.sampling.max_tokens if ask.max_tokens is None else min(ask.max_tokens, self.limits.sampling.max_tokens)
         aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         job = Job(
             rollout_id=self.ticket.rollout_id,
@@ -159,6 +161,27 @@ class Session:
             stop_ids=() if self._renderer.end_id is None else (self._renderer.end_id,),
         )
         return await self._run(call, job, links[-1])
+
+    async def count(self, ask: Ask) -> int:
+        """Tokens of the prompt that `complete` would send. It is no call: nothing is recorded. Raises as `complete` does."""
+        self._refuse_if_over()
+        most = _COUNTED * self.limits.context
+        if len(ask.messages) > most:
+            raise ContextFull(len(ask.messages), self.limits.context)
+        shown = self._renderer.shown(ask.tools)
+        _, _, messages, _, links = self._memory.read(ask.messages, shown.key, self._renderer.acceptable)
+        try:
+            match = self._matcher.find(links, messages)
+            return len(self._render(messages, shown, match, most).ids)
+        except TooLong as e:
+            raise ContextFull(e.n_tokens, self.limits.context) from None
+
+    def recall(self, handle: str) -> str:
+        """The reasoning of a recorded call's reply, by the call's id; empty if there is none. Adapters give the id out for harnesses to send back."""
+        call = self._calls.get(handle)
+        if call is None or not call.reasons:
+            return ""
+        return str(self._message(call, self._graph.completion(handle)).get("reasoning_content", ""))
 
     async def _run(self, call: _Call, job: Job, end: bytes) -> Answer:
         task = asyncio.ensure_future(self._generate(call, job, end))
@@ -209,24 +232,38 @@ class Session:
 
     def _reply(self, call: _Call, completion: Completion, end: bytes) -> Answer:
         ids = completion.token_ids
-        text = self._renderer.template.decode(ids[:-1] if ids and ids[-1] == self._renderer.end_id else ids)
-        message = parse(text, f"call_{call.call_id}", self._renderer.opens_reasoning)
+        call.finish = completion.finish
+        message = self._message(call, ids)
         call.reasons = "reasoning_content" in message
         reason = "tool_calls" if "tool_calls" in message else "stop" if completion.finish == "stop" else "length"
         self._finish(call, CallStatus.COMPLETE, completion.finish if reason != "tool_calls" else reason)
         if ids:
+            call.ended = self._ends_turn(ids, completion.finish)
             self._matcher.record(call.call_id, end, message)
-        return Answer(call.call_id, message, reason, call.n_prompt, call.n_completion)
+        n_reasoning = self._renderer.count_reasoning(ids) if call.reasons else 0
+        return Answer(call.call_id, message, reason, call.n_prompt, call.n_completion, n_reasoning)
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, links: Sequence[bytes]) -> tuple[Rendered, str | None]:
-        """The prompt, and the call that it continues."""
-        match = self._matcher.find(links)
-        if match is None:
-            return self._renderer.full(messages, tools, self.limits.context), None
-        self._adopted.add(match.call_id)
-        before, context = self._calls[match.call_id].before, self.limits.context
-        rendered = self._renderer.bridge(messages, tools, self._replies(match.call_id), self._graph.history(match.call_id), before, context)
-        return rendered or self._renderer.full(messages, tools, context), match.call_id
+    def _message(self, call: _Call, ids: array[int]) -> Message:
+        """The message that a call's completion says."""
+        r = self._renderer
+        text = r.template.decode(ids[:-1] if self._ends_turn(ids, call.finish) else ids)
+        return parse(text, f"call_{call.call_id}", offered=call.offered, form=r.form, reasoning=r.reasoning)
+
+    def _ends_turn(self, ids: array[int], finish: str) -> bool:
+        """Whether the last token is one that ends the turn, the template's or another of the model's."""
+        return len(ids) > 0 and (
+            ids[-1] == self._renderer.end_id or (finish in ("stop", "tool_calls") and self._renderer.template.is_control(ids[-1]))
+        )
+
+    def _render(self, messages: Sequence[Message], shown: Shown, match: Match | None, at_most: int) -> Rendered:
+        """The prompt. Raises `TemplateRefused`, `TooLong`."""
+        if match is not None:
+            call = self._calls[match.call_id]
+            history = self._graph.history(match.call_id)
+            rendered = self._renderer.bridge(messages, shown, self._replies(match.call_id), history, call.before, at_most, call.ended)
+            if rendered is not None:
+                return rendered
+        return self._renderer.full(messages, shown, at_most)
 
     def _replies(self, call_id: str) -> list[Reply]:
         """Where a conversation that continues this call has recorded replies, back to the last prompt that was rendered in full."""
@@ -271,7 +308,7 @@ class Session:
 
     def _outcome(self) -> Outcome:
         graph = self._graph.export()
-        origins = {c.call_id: Origin(c.family, c.has_tools, c.n_completion) for c in self._calls.values()}
+        origins = {c.call_id: Origin(c.family, c.offered is not None, c.n_completion) for c in self._calls.values()}
         classes = classify(origins)
         records = [self._record(c, graph, classes[c.call_id]) for c in self._calls.values()]
         trajectories = select(graph.nodes, records, self._adopted, self.limits.max_trajectories, Random(_seed(self.ticket.seed, 0)))
@@ -292,7 +329,17 @@ class Session:
             ended_s=round(call.ended_s, 6),
             n_prompt=call.n_prompt,
             n_completion=call.n_completion,
+            api=call.api,
+            asked=call.asked,
         )
+
+
+def _offered(tools: Sequence[Any] | None) -> dict[str, Any] | None:
+    """Names and parameters of a request's tools; None if it has none."""
+    if not tools:
+        return None
+    functions = [t["function"] for t in tools if isinstance(t, dict) and isinstance(t.get("function"), dict)]
+    return {f["name"]: f.get("parameters") for f in functions if isinstance(f.get("name"), str)}
 
 
 def _family(tools_key: bytes, messages: Sequence[Message]) -> bytes:

@@ -4,6 +4,9 @@ Invariants
 - A template renders to the same text as with transformers: the same sandboxed Jinja environment (trim_blocks, lstrip_blocks, loop controls), the same
   `tojson`, `raise_exception`, `strftime_now`, `generation` blocks, and the special tokens of tokenizer_config.json as variables.
 - Ids are those of tokenizer.json for that text, nothing added (templates write the special tokens themselves).
+- Only the template writes control tokens. One that stands in a message, a tool or an argument is tokenised as the characters it is spelled with, if
+  `guard` was shown the text: what an agent reads in a file cannot end its turn.
+- `strftime_now` tells the moment at which the template was loaded: a date that changes would be another history.
 - What a directory lacks is a `UsageError` that names file, key and remedy.
 
 What to render, and what to splice instead, is decided in `render`.
@@ -12,6 +15,7 @@ What to render, and what to splice instead, is decided in `render`.
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -30,6 +34,8 @@ from gyre.errors import UsageError
 
 _CACHED_TEXTS: Final = 512
 _CACHED_CHARS: Final = 16_384  # longer texts are not worth their memory in the cache
+_CUT: Final = "\ufdd0"  # a code point that is no character: the text is tokenised apart on both sides of it
+_CONTROL: Final = re.compile(r"<[|｜].*[|｜]>", re.S)  # some tokenizers forget to declare these special
 
 
 class TemplateRefused(ValueError):
@@ -67,16 +73,26 @@ def _tojson(x: Any, ensure_ascii: bool = False, indent: int | None = None, separ
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with a short cut for `message.role`: what no dictionary has as an attribute can only be a key."""
+
+    _attributes = frozenset(dir(dict))
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute not in self._attributes:
+            try:
+                return obj[attribute]
+            except KeyError:
+                return self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
 
 
 def compile_template(source: str) -> jinja2.Template:
     """Compile a chat template. Raises `jinja2.TemplateSyntaxError`."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = datetime.now().strftime
     return environment.from_string(source)
 
 
@@ -89,6 +105,7 @@ class ChatTemplate:
         self._variables = dict(variables)
         self._ids: OrderedDict[str, array[int]] = OrderedDict()
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)
+        self._control = _control(tokenizer)
 
     @classmethod
     def load(cls, directory: Path) -> ChatTemplate:
@@ -117,27 +134,65 @@ class ChatTemplate:
         except (jinja2.exceptions.TemplateError, TypeError, KeyError, AttributeError, ValueError, IndexError) as e:
             raise TemplateRefused(f"the model's chat template rejects these messages: {e}") from None
 
+    def has_control(self, text: str) -> bool:
+        """Whether a control token is spelled in a text."""
+        return self._control is not None and self._control.search(text) is not None
+
+    def guard(self, value: Any) -> Any:
+        """A JSON value whose strings are rendered as what they are: control tokens in them are cut in two. Shares what needs no cut."""
+        if isinstance(value, str):
+            if self._control is None or not self.has_control(value):
+                return value
+            return self._control.sub(lambda m: m[0][:1] + _CUT + m[0][1:], value)
+        if isinstance(value, dict):
+            pairs = [(self.guard(k), self.guard(v)) for k, v in value.items()]
+            changed = any(k is not a or v is not b for (k, v), (a, b) in zip(pairs, value.items(), strict=True))
+            return dict(pairs) if changed else value
+        if isinstance(value, list):
+            items = [self.guard(v) for v in value]
+            return items if any(a is not b for a, b in zip(items, value, strict=True)) else value
+        return value
+
     def encode(self, text: str, at_most: int) -> array[int]:
-        """Ids of a text, special tokens recognised. The result is shared: do not change it.
+        """Ids of a text, special tokens recognised, but none across a cut. The result is shared: do not change it.
 
         Raises `TooLong`, at once, if that must be more than `at_most`: no token spells more than the longest of the vocabulary.
         """
         if (least := len(text) // self._longest) > at_most:
             raise TooLong(least)
         if len(text) > _CACHED_CHARS:
-            return array("i", self.tokenizer.encode(text, add_special_tokens=False).ids)
+            return self._encode(text)
         ids = self._ids.get(text)
         if ids is None:
-            ids = self._ids[text] = array("i", self.tokenizer.encode(text, add_special_tokens=False).ids)
+            ids = self._ids[text] = self._encode(text)
             if len(self._ids) > _CACHED_TEXTS:
                 self._ids.popitem(last=False)
         else:
             self._ids.move_to_end(text)
         return ids
 
+    def _encode(self, text: str) -> array[int]:
+        ids = array("i")
+        for piece in text.split(_CUT) if _CUT in text else (text,):
+            ids.extend(self.tokenizer.encode(piece, add_special_tokens=False).ids)
+        return ids
+
+    def is_control(self, token_id: int) -> bool:
+        """Whether a token is one of those that only templates and the policy write."""
+        text = self.tokenizer.id_to_token(token_id)
+        return self._control is not None and text is not None and self._control.fullmatch(text) is not None
+
     def decode(self, ids: array[int]) -> str:
         """Text of ids, special tokens as they are written."""
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
+
+def _control(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """Matches any control token: those declared special, and those that look it. Marks such as `<think>` and `<tool_call>` are none."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    marks = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+    texts = [t.content for t in added if len(t.content) > 1 and t.content not in marks and (t.special or _CONTROL.fullmatch(t.content))]
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
 
 
 def _read_json(file: Path) -> dict[str, Any]:
