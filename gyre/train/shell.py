@@ -6,11 +6,12 @@ Not here: satellites (one cell, the core, for now).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
 
@@ -26,10 +27,14 @@ from gyre.train.loop import Loop
 from gyre.train.metrics import Board
 from gyre.train.model import Policy
 from gyre.train.optimizer import Learner
+from gyre.train.processes import several
 from gyre.types import Version
-from gyre.weights.snapshot import model_tensors, pack
+from gyre.weights.snapshot import pack
 from gyre.weights.transfer import PolicyServer
 from gyre.wire.messages import FromBuffer, Message, ToTrain
+
+if TYPE_CHECKING:
+    from gyre.train.ranks import RankedLearner
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +60,11 @@ class _Thread:
 class _Engines:
     """Publication to the engines that watch."""
 
-    def __init__(self, learner: Learner, server: PolicyServer, compute: _Thread, config: Config) -> None:
+    def __init__(self, learner: Learner | RankedLearner, server: PolicyServer, compute: _Thread, config: Config) -> None:
         self._learner, self._server, self._compute, self._config = learner, server, compute, config
 
     async def lend(self, version: Version) -> None:
-        self._server.publish(await self._compute(pack, version, model_tensors(self._learner.policy.model)))
+        self._server.publish(await self._compute(lambda: pack(version, self._learner.weights())))
 
     async def acknowledged(self, version: Version) -> list[str]:
         return await self._server.wait_loaded(version, self._config.run.start_timeout_s, grace_s=self._config.net.engine_timeout_s)
@@ -93,6 +98,7 @@ async def _core(setup: Setup, worker: Worker, resume: bool) -> None:
     compute = _Thread(config.train.threads)
     server: Server | None = None
     client: Client | None = None
+    ends = contextlib.AsyncExitStack()  # of what computes, when nothing is being computed any more
     try:
         server = Server.bind(
             setup.bind or endpoint(setup.run_dir, "train"), ToTrain,
@@ -105,10 +111,11 @@ async def _core(setup: Setup, worker: Worker, resume: bool) -> None:
         policy = PolicyServer(server.send)
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(server.serve(lambda peer, message, _: _handle(policy, peer, message)))
-            await _train(setup, worker, client, policy, compute, tasks, resume)
+            await _train(setup, worker, client, policy, compute, tasks, ends, resume)
             serving.cancel()
     finally:
         compute.close()
+        await ends.aclose()
         if client is not None:
             client.close()
         if server is not None:
@@ -121,12 +128,17 @@ def _handle(policy: PolicyServer, peer: Peer, message: Message) -> None:
 
 
 async def _train(
-    setup: Setup, worker: Worker, client: Client, policy: PolicyServer, compute: _Thread, tasks: asyncio.TaskGroup, resume: bool
-) -> None:
+    setup: Setup, worker: Worker, client: Client, policy: PolicyServer, compute: _Thread, tasks: asyncio.TaskGroup,
+    ends: contextlib.AsyncExitStack, resume: bool,
+) -> None:  # fmt: skip
     config = setup.config
     worker.status("starting", "loading the model")
     found = await compute(checkpoint.last_good, setup.run_dir / "checkpoints") if resume else None
     learner = await compute(_learner, config, found)
+    watching: asyncio.Task[None] | None = None
+    if not isinstance(learner, Learner):
+        ends.push_async_callback(asyncio.to_thread, learner.close)
+        watching = tasks.create_task(learner.watch())
     worker.status("starting", f"waiting for gyre-buffer at {setup.buffer}")
     await client.ready(config.run.start_timeout_s, "gyre-buffer")
     ledger = Ledger(client, config, cell=setup.name or _CELL, incarnation=worker.incarnation)
@@ -137,26 +149,35 @@ async def _train(
     board = Board(setup.run_dir / "tensorboard", purge_after=step)
     renewing = tasks.create_task(ledger.renew_for_ever())
     loop = Loop(
-        learner, ledger, _Engines(learner, policy, compute, config), compute, tasks.create_task, board, config, setup.run_dir / "checkpoints",
+        cast(Learner, learner), ledger, _Engines(learner, policy, compute, config), compute, tasks.create_task, board, config,
+        setup.run_dir / "checkpoints",
         step=step, total_steps=learner.total_steps, report=lambda detail, gauges: worker.status("working", detail, **gauges),
     )  # fmt: skip
     try:
         await loop.run()
     finally:
         renewing.cancel()
+        if watching is not None:
+            watching.cancel()
         board.close()
         await asyncio.to_thread(compute.close)  # in threads: a second signal, which ends the process at once, must be seen meanwhile
         if worker.stop.is_set() and not loop.dirty and loop.step > loop.saved:
             log.info("stopped after step %d: saved as %s", loop.step, await asyncio.to_thread(loop.save))
 
 
-def _learner(config: Config, found: checkpoint.Checkpoint | None) -> Learner:
+def _learner(config: Config, found: checkpoint.Checkpoint | None) -> Learner | RankedLearner:
     """The model and its optimizer, from a checkpoint or from where the run starts."""
     if not config.model.path and found is None:
         raise UsageError("run.toml", "missing", "name a Hugging Face model directory (--set model.path=DIR)", "model.path")
     torch.manual_seed(config.run.seed)
     source = found.path if found else Path(config.model.path)
-    learner = Learner(Policy.load(source, config.model, config.rollout.temperature), config.train, config.train.steps)
+    learner: Learner | RankedLearner
+    if several(config):
+        from gyre.train.ranks import RankedLearner
+
+        learner = RankedLearner(config, source, config.train.steps)
+    else:
+        learner = Learner(Policy.load(source, config.model, config.rollout.temperature), config.train, config.train.steps)
     if found:
         checkpoint.restore(learner, found)
         log.info("resumed from %s", found.path)
