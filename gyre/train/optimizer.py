@@ -27,7 +27,8 @@ from gyre.errors import UsageError, WorkFailed
 from gyre.train.metrics import Tally, detached
 from gyre.train.model import MicroBatch, MicroStepData, Policy, micro_batches
 from gyre.train.objective import OBJECTIVES, numerator
-from gyre.weights.snapshot import model_tensors
+from gyre.types import Version
+from gyre.weights.snapshot import Snapshot, model_tensors, pack
 
 OPTIMIZER: Final = "optimizer.safetensors"  # a checkpoint's optimizer as one rank writes it
 SHARDS: Final = "optimizer"  # as several ranks write it: a directory with one file of each
@@ -68,7 +69,7 @@ class Learner:
         self.parameters: dict[str, Tensor] = dict(policy.model.named_parameters())
         self.masters = {n: self._master(p) for n, p in self.parameters.items()}
         self._sums = {n: torch.zeros_like(m, requires_grad=False) for n, m in self.masters.items()}
-        self.reduced: dict[str, Tensor] | None = None  # the sums of all cells, where a reduction left them
+        self.totals: list[Tensor] | None = None  # the accumulators of all cells, summed, once they were reduced
         for name, p in self.parameters.items():
             self._collect(name, p)
         groups = [
@@ -94,15 +95,21 @@ class Learner:
 
         return add
 
+    @property
     def sums(self) -> list[Tensor]:
-        """The accumulators of this process, fp32, in the order of the parameters: what a reduction over cells adds up, rank by rank."""
+        """The accumulator, fp32, in the order of the parameters; with several ranks this one's shards of it."""
         return list(self._sums.values())
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights, each storage once, in the order of the model; with several ranks this one's shards of them."""
+        return list(model_tensors(self.policy.model).values())
 
     def zero(self) -> None:
         """Forget what was accumulated."""
         for s in self._sums.values():
             s.zero_()
-        self.reduced = None
+        self.totals = None
         self.tally = Tally()
 
     def accumulate(self, data: MicroStepData, version: int) -> None:
@@ -136,24 +143,27 @@ class Learner:
         return {n: s / denominator for n, s in self._sums.items()}
 
     @torch.no_grad()
-    def update(self, step: int, executions: int) -> Update:
-        """Divide, clip, AdamW; then forget the gradient. The tally stays until `zero`."""
+    def update(self, step: int, executions: int, trainable: int | None = None) -> Update:
+        """Divide the sums of all cells, clip, AdamW; then forget the gradient. The tally stays until `zero`.
+
+        `trainable`: trainable tokens of the whole step, default those of this cell.
+        """
         lr = learning_rate(self._train, step, self.total_steps)
-        if executions == 0 or self.tally.trainable == 0:
+        if executions == 0 or (self.tally.trainable if trainable is None else trainable) == 0:
             return Update(False, None, lr)
-        sums = self._reduced_or_own()
-        for s in sums.values():
+        sums = self.sums if self.totals is None else self.totals
+        for s in sums:
             s.div_(executions)
-        norm = self._norm()
+        norm = self._norm(sums)
         if not math.isfinite(norm):
             return Update(False, None, lr)
         if norm == 0:  # every group was uniform: momentum alone would drift on without any signal
             return Update(False, 0.0, lr)
         if 0 < self._train.clip_norm < norm:
-            for s in sums.values():
+            for s in sums:
                 s.mul_(self._train.clip_norm / norm)
-        for name, master in self.masters.items():
-            master.grad = sums[name]
+        for master, s in zip(self.masters.values(), sums, strict=True):
+            master.grad = s
         for group in self.adam.param_groups:
             group["lr"] = lr
         self.adam.step()
@@ -162,11 +172,8 @@ class Learner:
         self._round()
         return Update(True, norm, lr)
 
-    def _norm(self) -> float:
-        return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(s) for s in self._reduced_or_own().values()])))
-
-    def _reduced_or_own(self) -> dict[str, Tensor]:
-        return self._sums if self.reduced is None else self.reduced
+    def _norm(self, sums: list[Tensor]) -> float:
+        return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(s) for s in sums])))
 
     def _round(self) -> None:
         """Bring the masters into the model."""
@@ -174,9 +181,9 @@ class Learner:
             if master is not self.parameters[name]:
                 self.parameters[name].copy_(master)
 
-    def weights(self) -> dict[str, Tensor]:
-        """The policy's full tensors in the model's type, each storage once. They are the model's own: copy them before the next update."""
-        return model_tensors(self.policy.model)
+    def snapshot(self, version: Version) -> Snapshot:
+        """A copy of the weights."""
+        return pack(version, model_tensors(self.policy.model))
 
     def write(self, directory: Path) -> None:
         """Write weights and optimizer into a checkpoint that is being made."""

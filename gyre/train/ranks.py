@@ -9,6 +9,8 @@ Invariants
   connections end them. A follower dead: its traceback is shown, `watch` says who it was, and a collective under way fails.
 - Every wait has a deadline: a collective train.ranks_timeout_s; a follower without work the same, and the leader gives a sign of life at a third.
 
+torch's distributed checkpoint exchanges its plan as pickles, between the ranks of one cell and nobody else.
+
 Not here: groups over cells beyond what `Shards.reduce` and `broadcast` do; restarts (a cell that lost a rank is a cell lost).
 """
 
@@ -34,8 +36,9 @@ from gyre.train.metrics import Tally
 from gyre.train.model import MicroStepData, Policy
 from gyre.train.optimizer import Update
 from gyre.train.processes import EXIT_BEREFT, Followers, Group, join, lead
-from gyre.train.shards import Meeting, Shards
-from gyre.types import PackedTrajectory
+from gyre.train.shards import Meeting, MeetingFailed, Shards
+from gyre.types import PackedTrajectory, TensorSpec, Version
+from gyre.weights.snapshot import Snapshot, pack, unpack
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +71,7 @@ class Take(msgspec.Struct, frozen=True, tag=True):
 
     step: int
     executions: int
+    trainable: int | None
     total_steps: int
 
 
@@ -122,11 +126,11 @@ def perform(shards: Shards, command: Command, tensors: Mapping[str, Tensor] | No
             shards.accumulate(MicroStepData(trajectories, *parts), version)
         case Zero():
             shards.zero()
-        case Take(step, executions, total_steps):
+        case Take(step, executions, trainable, total_steps):
             shards.total_steps = total_steps
-            return shards.update(step, executions)
+            return shards.update(step, executions, trainable)
         case Gather(denominator):
-            return shards.gradient(denominator) if denominator else shards.weights()
+            return shards.gradient(denominator) if denominator else shards.full()
         case Load():
             shards.load(tensors)
         case Files(directory, write):
@@ -135,9 +139,7 @@ def perform(shards: Shards, command: Command, tensors: Mapping[str, Tensor] | No
             (shards.broadcast if weights else shards.reduce)(meeting)
         case Rest(asleep):
             (shards.sleep if asleep else shards.wake)()
-        case Pulse():
-            pass
-        case Build() | End():
+        case Build() | Pulse() | End():
             raise AssertionError("the loop's own")
         case _:
             assert_never(command)
@@ -162,17 +164,17 @@ class RankedLearner:
         self._closed = threading.Event()
         try:
             group = self._group = lead(config, self._followers)
+            threading.Thread(target=self._beat, name="pulse", daemon=True).start()
             host = msgspec.structs.replace(config.model, device="cpu")
             loaded = Policy.load(source, host, config.rollout.temperature)
             build = Build(config, str(source), total_steps)
-            with self._translated():
+            with self._lock, self._translated():
                 group.send(msgspec.msgpack.encode(build))
                 self._shards = Shards(config, source, loaded, group.mesh, group.control, total_steps)
         except BaseException:
             self.close()
             raise
         self.policy = self._shards.policy
-        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
     def _check(self) -> None:
         if lost := self._followers.lost:
@@ -193,6 +195,8 @@ class RankedLearner:
         try:
             self._check()
             yield
+        except MeetingFailed:
+            raise
         except BaseException as e:
             self._broken = True
             if not isinstance(e, RuntimeError):
@@ -239,9 +243,9 @@ class RankedLearner:
         self._do(Accumulate(list(data.trajectories), arrays, version))
         self.tally = self._shards.tally
 
-    def update(self, step: int, executions: int) -> Update:
+    def update(self, step: int, executions: int, trainable: int | None = None) -> Update:
         """As `Learner.update`, on all shards."""
-        update: Update = self._do(Take(step, executions, self.total_steps))
+        update: Update = self._do(Take(step, executions, trainable, self.total_steps))
         return update
 
     def gradient(self, denominator: int) -> dict[str, Tensor]:
@@ -249,14 +253,13 @@ class RankedLearner:
         full: dict[str, Tensor] = self._do(Gather(denominator))
         return full
 
-    def weights(self) -> dict[str, Tensor]:
-        """The policy's full tensors in the model's type, each storage once, on the CPU."""
-        full: dict[str, Tensor] = self._do(Gather())
-        return full
+    def snapshot(self, version: Version) -> Snapshot:
+        """A copy of the weights, gathered."""
+        return pack(version, self._do(Gather()))
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take other weights, given in full."""
-        self._do(Load(), tensors)
+    def install(self, specs: list[TensorSpec], data: memoryview) -> None:
+        """Take the weights of a snapshot, sharing them out."""
+        self._do(Load(), unpack(specs, data))
 
     def write(self, directory: Path) -> None:
         """Write weights and optimizer into a checkpoint that is being made."""
@@ -267,11 +270,11 @@ class RankedLearner:
         self._do(Files(str(directory), False))
 
     def reduce(self, meeting: Meeting) -> None:
-        """Rank by rank, sum the accumulators of the meeting's cells into the core's."""
+        """Rank by rank, sum the accumulators of the meeting's cells into the core's `totals`. Raises `MeetingFailed`."""
         self._do(Across(meeting, False))
 
     def broadcast(self, meeting: Meeting) -> None:
-        """Rank by rank, take the core's weights."""
+        """Rank by rank, take the core's weights. Raises `MeetingFailed`."""
         self._do(Across(meeting, True))
 
     def sleep(self) -> None:
@@ -313,9 +316,12 @@ def follow(config: Config) -> int:
                     return 0
                 case Build(told, source, total_steps):
                     shards = Shards(told, Path(source), None, group.mesh, group.control, total_steps)
+                case Pulse():
+                    pass
                 case _:
                     assert shards is not None, "a learner is built first"
-                    perform(shards, command)
+                    with contextlib.suppress(MeetingFailed):
+                        perform(shards, command)
     except RuntimeError as e:
         if not _is_loss(e):
             raise

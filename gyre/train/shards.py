@@ -16,7 +16,8 @@ Shapes: N trainable tokens, R rows, T padded length.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -60,6 +61,10 @@ def meet(meeting: Meeting) -> Any:
     return dist.ProcessGroupGloo(store, meeting.rank, meeting.size, limit)
 
 
+class MeetingFailed(Exception):
+    """A reduction or a broadcast between cells did not complete on some rank; accumulators are as before. The ranks of the cell stay in step."""
+
+
 class _Scorer(torch.nn.Module):
     """FSDP's root: from a batch to its log-probs."""
 
@@ -82,6 +87,7 @@ class Shards(Learner):
         self.rank, self.size = mesh.get_rank(), mesh.size()
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         scorer = _shard(source, self._dtype, mesh)
+        dist.monitored_barrier(control, timedelta(seconds=config.run.start_timeout_s))  # imports and disks differ; from here on they keep step
         scorer.policy = Policy(scorer.model, Path(config.model.path) if config.model.path else source, config.rollout.temperature, check=False)
         self._asleep: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         self._skeleton: Any = None
@@ -143,8 +149,8 @@ class Shards(Learner):
             difference.total += differences[2 * i + 1]
             difference.largest = max(difference.largest, float(largest[i]))
 
-    def _norm(self) -> float:
-        squares = torch.stack([torch.linalg.vector_norm(s) for s in self._reduced_or_own().values()]).square().sum()
+    def _norm(self, sums: list[Tensor]) -> float:
+        squares = torch.stack([torch.linalg.vector_norm(s) for s in sums]).square().sum()
         dist.all_reduce(squares, dist.ReduceOp.SUM, self.mesh.get_group())
         return float(squares.sqrt())
 
@@ -156,8 +162,13 @@ class Shards(Learner):
         """The full gradient, on every rank."""
         return {n: self._whole(n, s / denominator).full_tensor() for n, s in self._sums.items()}
 
+    @property
+    def weights(self) -> list[Tensor]:
+        """This rank's shards of the weights, fp32, in the order of the parameters."""
+        return [m.detach() for m in self.masters.values()]
+
     @torch.no_grad()
-    def weights(self) -> dict[str, Tensor]:
+    def full(self) -> dict[str, Tensor]:
         """On rank 0 the policy's full tensors in the model's type, on the CPU; on the others nothing. At most one is whole on a device at a time."""
         full: dict[str, Tensor] = {}
         for name, tensor in model_tensors(self.policy.model).items():
@@ -173,7 +184,7 @@ class Shards(Learner):
     @torch.no_grad()
     def write(self, directory: Path) -> None:
         """Weights by rank 0 as a Hugging Face directory; the optimizer by all, each its shards, in one safetensors file a rank."""
-        weights = self.weights()
+        weights = self.full()
         if self.rank == 0:
             self._skeleton.save_pretrained(directory, state_dict=weights)
             (directory / SHARDS).mkdir()
@@ -210,28 +221,50 @@ class Shards(Learner):
                 self.adam.state[self.masters[name]][kind] = _local(value)
 
     def reduce(self, meeting: Meeting) -> None:
-        """Sum the accumulators of this rank and of the same rank of the other cells into the core's `reduced`; every accumulator stays as it is.
+        """Sum the accumulators of this rank and of the same rank of the other cells into the core's `totals`; every accumulator stays as it is.
 
-        Raises RuntimeError when a cell is lost on the way; then nothing has changed.
+        Raises `MeetingFailed` on all ranks of the cell if it failed on one.
         """
-        group = self._meet(meeting)
-        flat = torch.cat([t.reshape(-1) for t in self.sums()]).cpu()
-        group.reduce([flat], dist.ReduceOptions()).wait()  # to rank 0
-        if meeting.rank == 0:
-            parts = torch.split(flat, [t.numel() for t in self.sums()])
-            self.reduced = {n: part.view_as(t).to(t.device) for (n, t), part in zip(self._sums.items(), parts, strict=True)}
+
+        def add(group: Any) -> None:
+            flat = torch.cat([t.reshape(-1) for t in self.sums]).cpu()
+            group.reduce([flat], dist.ReduceOptions()).wait()  # to the group's rank 0
+            if meeting.rank == 0:
+                parts = torch.split(flat, [t.numel() for t in self.sums])
+                self.totals = [part.view_as(t).to(t.device) for t, part in zip(self.sums, parts, strict=True)]
+
+        try:
+            self._together(meeting, add)
+        except MeetingFailed:
+            self.totals = None
+            raise
 
     def broadcast(self, meeting: Meeting) -> None:
-        """Copy the core's weights into those of every cell of the meeting, shard by shard. When it raises, a cell's weights may be torn."""
-        group = self._meet(meeting)
-        flat = torch.cat([m.detach().reshape(-1) for m in self.masters.values()]).cpu()
-        group.broadcast([flat], dist.BroadcastOptions()).wait()  # from rank 0
-        with torch.no_grad():
-            for m, part in zip(self.masters.values(), torch.split(flat, [m.numel() for m in self.masters.values()]), strict=True):
-                m.copy_(part.view_as(m))
+        """Copy the core's weights into those of every cell of the meeting, shard by shard. Raises `MeetingFailed`: weights may then be torn."""
 
-    def _meet(self, meeting: Meeting) -> Any:
-        return meet(msgspec.structs.replace(meeting, name=f"{meeting.name}/{self.rank}"))
+        def copy(group: Any) -> None:
+            flat = torch.cat([w.reshape(-1) for w in self.weights]).cpu()
+            group.broadcast([flat], dist.BroadcastOptions()).wait()  # from the group's rank 0
+            with torch.no_grad():
+                for w, part in zip(self.weights, torch.split(flat, [w.numel() for w in self.weights]), strict=True):
+                    w.copy_(part.view_as(w))
+
+        self._together(meeting, copy)
+
+    def _together(self, meeting: Meeting, work: Callable[[Any], None]) -> None:
+        """Do `work` in a group of this rank's own, and agree with the other ranks of the cell whether it succeeded."""
+        why, group = "another rank of this cell failed", None
+        failed = torch.zeros(1)
+        try:
+            group = meet(msgspec.structs.replace(meeting, name=f"{meeting.name}/{self.rank}"))
+            work(group)
+        except RuntimeError as e:  # what torch raises for a peer that is gone, and for a deadline
+            why, failed = str(e).partition("\n")[0], torch.ones(1)
+            if group is not None:
+                group.abort()  # who waits for this member in it is to fail too
+        dist.all_reduce(failed, dist.ReduceOp.MAX, self._control)
+        if failed.item():
+            raise MeetingFailed(why)
 
     def sleep(self) -> None:
         """Leave the device: weights, sums and moments go to the host. Nothing changes in value. On a CPU there is nothing to do."""
@@ -242,7 +275,7 @@ class Shards(Learner):
     def evict(self) -> None:
         """Copy the storages to the host and free them; whoever aliases them, FSDP too, finds them again after `wake`."""
         moments = [v for state in self.adam.state.values() for v in state.values() if v.ndim]
-        for tensor in (*self.masters.values(), *self._sums.values(), *(self.reduced or {}).values(), *moments):
+        for tensor in (*self.masters.values(), *self._sums.values(), *(self.totals or ()), *moments):
             storage = tensor.untyped_storage()
             if storage.size():
                 self._asleep.append((storage, storage.cpu() if storage.device.type != "cpu" else storage.clone()))
@@ -336,5 +369,7 @@ def read_full(place: Path) -> dict[str, Tensor]:
     """All tensors of an optimizer that several ranks wrote, whole, without any process group."""
     reader = HuggingFaceStorageReader(str(place))
     tensors = {k: torch.empty(v.size, dtype=v.properties.dtype) for k, v in reader.read_metadata().state_dict_metadata.items()}  # type: ignore[union-attr]
-    load_distributed(tensors, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it was told to be
+        load_distributed(tensors, storage_reader=reader, no_dist=True)
     return tensors

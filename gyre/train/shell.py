@@ -29,7 +29,6 @@ from gyre.train.model import Policy
 from gyre.train.optimizer import Learner
 from gyre.train.processes import several
 from gyre.types import Version
-from gyre.weights.snapshot import pack
 from gyre.weights.transfer import PolicyServer
 from gyre.wire.messages import FromBuffer, Message, ToTrain
 
@@ -64,7 +63,7 @@ class _Engines:
         self._learner, self._server, self._compute, self._config = learner, server, compute, config
 
     async def lend(self, version: Version) -> None:
-        self._server.publish(await self._compute(lambda: pack(version, self._learner.weights())))
+        self._server.publish(await self._compute(self._learner.snapshot, version))
 
     async def acknowledged(self, version: Version) -> list[str]:
         return await self._server.wait_loaded(version, self._config.run.start_timeout_s, grace_s=self._config.net.engine_timeout_s)

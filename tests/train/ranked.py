@@ -20,7 +20,9 @@ from gyre.config import Config
 from gyre.errors import WorkFailed
 from gyre.train import checkpoint
 from gyre.train.ranks import Accumulate, RankedLearner, follow
-from gyre.train.shards import Meeting
+from gyre.train.shards import Meeting, MeetingFailed
+from gyre.types import Version
+from gyre.weights.snapshot import pack, unpack
 
 
 class Step(msgspec.Struct):
@@ -61,6 +63,12 @@ def data_of(command: Accumulate) -> Any:
     return MicroStepData.from_arrays(command.trajectories, {n: memoryview(a) for n, a in zip(names, command.arrays, strict=True)})
 
 
+def weights(learner: Any) -> dict[str, torch.Tensor]:
+    """As they are published."""
+    snapshot = learner.snapshot(Version(1, 1))
+    return unpack(snapshot.tensors, snapshot.data)
+
+
 def take(learner: Any, step: Step, prefix: str = "") -> dict[str, torch.Tensor]:
     """Do a step; its gradient, norm, tally and the new weights, by name."""
     learner.zero()
@@ -83,7 +91,7 @@ def take(learner: Any, step: Step, prefix: str = "") -> dict[str, torch.Tensor]:
     )
     update = learner.update(step.step, step.executions)
     found[f"{label}/update"] = torch.tensor([update.updated, -1.0 if update.grad_norm is None else update.grad_norm, update.lr])
-    found |= {f"{label}/weight/{n}": t.detach().clone() for n, t in learner.weights().items()}
+    found |= {f"{label}/weight/{n}": t for n, t in weights(learner).items()}
     return {n: t.contiguous() for n, t in found.items()}
 
 
@@ -97,7 +105,8 @@ def play(learner: Any, script: Script) -> dict[str, torch.Tensor]:
     if script.save:
         checkpoint.save(Path(script.save), learner, term=1, step=3, lr=0.1, keep=2)
     for label, path in script.resume:
-        learner.load(load_file(Path(path) / "model.safetensors"))
+        snapshot = pack(Version(1, 1), load_file(Path(path) / "model.safetensors"))
+        learner.install(snapshot.tensors, snapshot.data)
         learner.read(Path(path))
         for s in script.after:
             found |= take(learner, s, f"{label}:")
@@ -105,12 +114,18 @@ def play(learner: Any, script: Script) -> dict[str, torch.Tensor]:
         learner.zero()
         for m in script.after[0].micro_steps[script.meeting.rank :: script.meeting.size]:
             learner.accumulate(data_of(m), 0)
+        if script.meeting.rank == 0:
+            try:
+                learner.reduce(msgspec.structs.replace(script.meeting, name="nobody comes", deadline_s=2.0))
+                raise AssertionError("a meeting of one")
+            except MeetingFailed:
+                pass
         learner.reduce(script.meeting)
         if script.meeting.rank == 0:
             update = learner.update(1, script.after[0].executions)
             found["reduced/norm"] = torch.tensor([update.grad_norm])
         learner.broadcast(msgspec.structs.replace(script.meeting, name="weights"))
-        found |= {f"reduced/weight/{n}": t.detach().clone() for n, t in learner.weights().items()}
+        found |= {f"reduced/weight/{n}": t for n, t in weights(learner).items()}
     return found
 
 
@@ -130,7 +145,7 @@ def main() -> None:
                 while True:
                     take(learner, script.steps[0])
             case "sleep":
-                time.sleep(3 * script.config.train.ranks_timeout_s)
+                time.sleep(1.5 * script.config.train.ranks_timeout_s)
                 take(learner, script.steps[0])
     except WorkFailed as e:
         sys.exit(f"error: {e}")
