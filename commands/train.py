@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import click
@@ -27,9 +28,16 @@ def main(steps: int | None, ranks: int | None, resume: bool, **options: Any) -> 
         await shell.run(setup, worker, resume=resume)
 
     flags = {"train.steps": steps, "train.ranks": ranks}
-    if _follows():
-        cli.guarded(lambda: _follow(options, flags))
-    cli.work("train", options, flags, body)
+    try:
+        if _follows():
+            cli.guarded(lambda: _follow(options, flags))
+        cli.work("train", options, flags, body)
+    except SystemExit as end:
+        if "gyre.train.ranks" in sys.modules and isinstance(end.code, int):
+            from gyre.train.processes import leave
+
+            leave(end.code)
+        raise
 
 
 def _follows() -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -159,6 +160,14 @@ def several(config: Config) -> bool:
 def under_torchrun() -> bool:
     """Did torchrun start this process, with others?"""
     return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def leave(code: int) -> NoReturn:
+    """End without the interpreter's own end, in which a thread of Gloo that lets go of a tensor may abort it (pytorch pull request 179291)."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def join(config: Config) -> Group:

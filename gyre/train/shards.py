@@ -75,7 +75,8 @@ class _Scorer(torch.nn.Module):
         self.model = model
 
     def forward(self, batch: MicroBatch) -> TokenStats:
-        return self.policy.token_stats(batch)
+        stats = self.policy.token_stats(batch)
+        return TokenStats(stats.logprobs_N.clone(), stats.entropy_N)  # FSDP hooks onto its outputs, and warns of views
 
 
 class Shards(Learner):

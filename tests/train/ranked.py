@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from gyre.config import Config
 from gyre.errors import WorkFailed
 from gyre.train import checkpoint
+from gyre.train.processes import leave
 from gyre.train.ranks import Accumulate, RankedLearner, follow
 from gyre.train.shards import Meeting, MeetingFailed
 from gyre.types import Version
@@ -132,7 +133,7 @@ def play(learner: Any, script: Script) -> dict[str, torch.Tensor]:
 def main() -> None:
     script = msgspec.msgpack.decode(Path(sys.argv[1]).read_bytes(), type=Script)
     if os.environ.get("GYRE_RANK") or os.environ.get("RANK", "0") != "0":
-        sys.exit(follow(script.config))
+        leave(follow(script.config))
     out = Path(sys.argv[2])
     learner = RankedLearner(script.config, Path(script.source), 10)
     try:
@@ -148,9 +149,11 @@ def main() -> None:
                 time.sleep(1.5 * script.config.train.ranks_timeout_s)
                 take(learner, script.steps[0])
     except WorkFailed as e:
-        sys.exit(f"error: {e}")
-    finally:
         learner.close()
+        print(f"error: {e}", file=sys.stderr)
+        leave(1)
+    learner.close()
+    leave(0)
 
 
 if __name__ == "__main__":

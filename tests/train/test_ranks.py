@@ -81,7 +81,7 @@ def run(script: Script, out: Path, **env: str) -> subprocess.Popen[str]:
     out.mkdir(parents=True, exist_ok=True)
     (out / "script").write_bytes(msgspec.msgpack.encode(script))
     argv = [sys.executable, str(PROGRAM), str(out / "script"), str(out)]
-    return subprocess.Popen(argv, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(argv, env={**os.environ, "PYTHONFAULTHANDLER": "1", **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def finished(process: subprocess.Popen[str], out: Path) -> Found:
