@@ -4,7 +4,7 @@
 #   TORCH_INDEX=URL        index to take torch from, for example one with CPU builds
 #   UNSAFE=1               go on without bubblewrap: executions are then not contained
 #   GYRE_REQUIRE=bwrap     fail, and do not skip, what needs bubblewrap
-#   SEED=0  RUN=runs/demo  seed and run directory of the demo
+#   SEED=0  RUN=runs/demo  seed and run directory of the demo; HOSTS=FILE  RULE=NAME  STEPS=N  its cells, their rule, a shorter one
 
 SHELL := /bin/sh
 BIN := .venv/bin

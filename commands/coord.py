@@ -13,12 +13,17 @@ from gyre import cli
 
 @click.command()
 @cli.common()
-@click.option("--cells", "cells", required=True, metavar="HOSTS", help='Hosts file; "-" reads it from standard input.')
-@click.option("--rule", type=click.Choice(["async"]), default="async", show_default=True, help="Who decides the cells' roles; async: fixed.")
+@click.option("--cells", "cells", metavar="HOSTS", help='Hosts file; "-" reads it from standard input.')
+@click.option(
+    "--rule",
+    metavar="RULE",
+    help="Who decides the cells' roles: elastic | lookahead | async[:N][+stream] | colocate.  [default: elastic, if cells can turn]",
+)
 @click.option("--steps", type=int, help="Optimizer steps of the run (train.steps).")
 @click.option("--resume", is_flag=True, help="Go on with the run that the run directory holds.")
+@click.option("--reload", "reload", is_flag=True, help="Have the running coordinator of --run read its hosts file again, and exit.")
 @click.option("--dry-run", is_flag=True, help="Print the command of each process and exit.")
-def main(cells: str, rule: str, steps: int | None, resume: bool, dry_run: bool, **options: Any) -> None:
+def main(cells: str | None, rule: str | None, steps: int | None, resume: bool, reload: bool, dry_run: bool, **options: Any) -> None:
     """Launch all processes of hosts.txt, show the run, and end when every one of them has ended.
 
     Prints the run directory on stdout. The first Ctrl-C stops everything in order, a second one at once.
@@ -27,20 +32,32 @@ def main(cells: str, rule: str, steps: int | None, resume: bool, dry_run: bool, 
     def run() -> int:
         setup = cli.setup(options, {"train.steps": steps})
         from gyre.coord import hosts, launch
+        from gyre.errors import UsageError
         from gyre.net.endpoints import endpoint
 
         bind = endpoint(setup.run_dir, "coord")
-        plans = launch.plans(hosts.read(cells), setup.run_dir, resume=resume, log_level=options["log_level"], coord=bind)
+        if reload:
+            return tell_to_reload(setup.run_dir)
+        if cells is None:
+            raise UsageError("--cells", "missing", "give the path of a hosts file")
+        path = cells
+        lines = hosts.read(path)
+        named = rule or launch.default_rule(lines)
+
+        def plans_of(lines: list[hosts.Line]) -> list[launch.Plan]:
+            return launch.plans(
+                lines, setup.run_dir, resume=resume, log_level=options["log_level"], coord=bind, rule=named, slots=setup.config.rollout.slots
+            )  # fmt: skip
+
+        plans = plans_of(lines)
         if dry_run:
             for plan in plans:
                 click.echo(shlex.join([f"{k}={v}" for k, v in plan.env.items()] + plan.argv))
             return 0
         cli.make_run_dir(setup.run_dir)
         if not resume and _has_run(setup.run_dir):
-            from gyre.errors import UsageError
-
             raise UsageError("--run", f"{setup.run_dir} holds a run", "give --resume to go on with it, or another directory")
-        return see_through(setup, plans, bind)
+        return see_through(setup, plans, bind, named, (lambda: plans_of(hosts.read(path))) if path != "-" else None)
 
     cli.guarded(run)
 
@@ -55,14 +72,28 @@ def _has_run(run_dir: Path) -> bool:
         return reader.counts()["admitted"] > 0
 
 
-def see_through(setup: cli.Setup, plans: list[Any], bind: str) -> int:
+def tell_to_reload(run_dir: Path) -> int:
+    import os
+    import signal
+
+    from gyre.coord.shell import PID
+    from gyre.errors import UsageError
+
+    try:
+        os.kill(int((run_dir / PID).read_text()), signal.SIGHUP)
+    except (OSError, ValueError):
+        raise UsageError("--reload", f"{run_dir} has no running coordinator on this host", "name its run directory with --run") from None
+    return 0
+
+
+def see_through(setup: cli.Setup, plans: list[Any], bind: str, rule: str, reread: Any) -> int:
     """Run to the end; the exit code."""
     import asyncio
     import sys
 
     from gyre.coord import shell
 
-    end = asyncio.run(shell.Coordinator(setup, plans, bind).run())
+    end = asyncio.run(shell.Coordinator(setup, plans, bind, rule, reread).run())
     if end.code not in (0, 130, 143):
         shell.explain(end, setup.run_dir / "logs", sys.stderr)
     click.echo(setup.run_dir)

@@ -34,7 +34,7 @@ def main(
 
     def run() -> None:
         cli.start_logging(options["log_level"], options["json_logs"])
-        import sys
+        from contextlib import nullcontext
 
         from gyre.report import dump
         from gyre.report.read import RunReader, Selection
@@ -44,7 +44,7 @@ def main(
             cli.writable(output)
         selection = Selection(first_step=first, last_step=last, group_id=group, rollout_id=rollout, evaluation=evaluation)
         encode, names = dump.FORMATS[form], [f.strip() for f in fields.split(",")] if fields else []
-        with RunReader(run_dir) as reader, click.open_file(str(output or "-"), "wb") as out:
+        with RunReader(run_dir) as reader, output.open("wb") if output is not None else nullcontext(cli.stdout()) as out:
             found = (
                 dump.follow(run_dir, kind, selection, tokens=not no_tokens) if follow else dump.records(reader, kind, selection, tokens=not no_tokens)
             )
@@ -59,9 +59,8 @@ def main(
                 if follow:
                     out.flush()
             if count:
-                click.echo(n)
+                out.write(f"{n}\n".encode())
             out.flush()
-            sys.stdout.flush()
 
     cli.guarded(run)
 

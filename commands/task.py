@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
+import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from gyre import cli
+from gyre.errors import UsageError
 
 if TYPE_CHECKING:
     from gyre.config import Sandbox
@@ -59,12 +60,14 @@ def run(
         import msgspec
 
         from gyre.sandbox.run_task import run_task
-        from gyre.sandbox.task import load_task
+        from gyre.sandbox.task import command, load_task
 
+        if fail_under is not None and math.isnan(fail_under):
+            raise UsageError("--fail-under", "nan compares with nothing", "give a number")
         if harness and harness_cmd:
             raise click.UsageError("--harness and --harness-cmd exclude each other")
         task = load_task(task_dir)
-        argv = shlex.split(harness_cmd) if harness_cmd else []
+        argv = command(harness_cmd, "--harness-cmd", "") if harness_cmd is not None else []
 
         async def job(backend: Backend, table: Sandbox) -> Result:
             return await run_task(backend, task, table, "command" if argv else harness or "oracle", argv)
@@ -146,7 +149,6 @@ def with_backend(given: dict[str, Any], job: Callable[[Backend, Sandbox], Awaita
 
 def load(paths: tuple[Path, ...]) -> list[Any] | None:
     """All tasks, or None after naming every fault."""
-    from gyre.errors import UsageError
     from gyre.sandbox.task import find_tasks, load_task
 
     loaded, faults = [], 0

@@ -12,12 +12,19 @@ from gyre import cli
 
 
 @click.command()
-@cli.common(addresses=("buffer", "coord", "bind"), named="")
+@cli.common(addresses=("buffer", "train", "coord", "bind"), named="")
+@click.option(
+    "--role",
+    type=click.Choice(["core", "satellite", "auto"]),
+    default="core",
+    show_default=True,
+    help="core: hold the optimizer; satellite: add gradients to the core's steps; auto: what the coordinator says.",
+)
 @click.option("--steps", type=int, help="Optimizer steps of the run (train.steps).")
 @click.option("--ranks", type=int, help="Processes that share the model; the others are started by this one, unless torchrun did (train.ranks).")
 @click.option("--resume", is_flag=True, help="Start from the last good checkpoint of the run directory, if there is one.")
-def main(steps: int | None, ranks: int | None, resume: bool, **options: Any) -> None:
-    """Train: claim micro-steps, accumulate their gradients, update, publish the policy every mu steps, checkpoint.
+def main(role: str, steps: int | None, ranks: int | None, resume: bool, **options: Any) -> None:
+    """Train: claim micro-steps, accumulate their gradients; the core: update, publish the policy every mu steps, checkpoint.
 
     Ends with 0 when the run's last step is committed, published and saved.
     """
@@ -25,7 +32,7 @@ def main(steps: int | None, ranks: int | None, resume: bool, **options: Any) -> 
     async def body(setup: cli.Setup, worker: Any) -> None:
         from gyre.train import shell
 
-        await shell.run(setup, worker, resume=resume)
+        await shell.run(setup, worker, role=role, resume=resume)
 
     flags = {"train.steps": steps, "train.ranks": ranks}
     try:

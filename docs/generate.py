@@ -1,6 +1,7 @@
 """Write the documentation that can be generated; with --check, fail when it is stale.
 
-docs/wire.md from the messages, docs/config.md from the configuration's tables, and the usage of each command inside docs/commands/NAME.md.
+docs/wire.md from the messages, docs/config.md from the configuration's tables, docs/transitions.md from the tables of phases, and the usage of each
+command inside docs/commands/NAME.md.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import click
 import msgspec
 
 from gyre import config
+from gyre.rules import microstep, roles
 from gyre.types import ENDINGS
 from gyre.wire import messages
 
@@ -73,6 +75,29 @@ def configuration() -> str:
     return "\n".join(out) + "\n"
 
 
+def diagram(title: str, table: dict[tuple[Any, Any], Any], where: str) -> str:
+    """A table of transitions as a state diagram, and as the table itself."""
+    events: dict[tuple[str, str], list[str]] = {}
+    for (before, event), after in table.items():
+        events.setdefault((str(before), str(after)), []).append(str(event))
+    out = [f"## {title}\n", f"`{where}`\n", "```mermaid", "stateDiagram-v2"]
+    out += [f"    {before} --> {after}: {', '.join(names)}" for (before, after), names in events.items()]
+    out += ["```\n", "| from | event | to |", "|---|---|---|"]
+    out += [f"| {before} | {event} | {after} |" for (before, event), after in table.items()]
+    return "\n".join(out) + "\n"
+
+
+def transitions() -> str:
+    out = [
+        "# Transitions\n",
+        NOTE,
+        "The tables in code from which these are made are the ones that run. A pair that is not in a table cannot happen.\n",
+    ]
+    out.append(diagram("A cell's phase", roles.CELL_TRANSITIONS, "gyre/rules/roles.py"))
+    out.append(diagram("A micro-step", microstep.MICROSTEP_TRANSITIONS, "gyre/rules/microstep.py"))
+    return "\n".join(out)
+
+
 def usage(script: str, target: str) -> str:
     module, _, attribute = target.partition(":")
     command = getattr(importlib.import_module(module.replace("gyre_commands", "commands")), attribute)
@@ -101,7 +126,7 @@ def command_page(script: str, target: str) -> str:
 def main() -> int:
     sys.path.insert(0, str(ROOT))
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
-    pages = {DOCS / "wire.md": wire(), DOCS / "config.md": configuration()}
+    pages = {DOCS / "wire.md": wire(), DOCS / "config.md": configuration(), DOCS / "transitions.md": transitions()}
     pages |= {DOCS / "commands" / f"{s}.md": command_page(s, t) for s, t in scripts.items()}
     stale = [p for p, text in pages.items() if not p.exists() or p.read_text(encoding="utf-8") != text]
     if "--check" in sys.argv:

@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import faulthandler
+import gc
 import importlib.metadata
 import json
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TypeVar
 
 import click
 import msgspec
 
 from gyre import config as configuration
 from gyre.config import Config
-from gyre.errors import EXIT_BUG, EXIT_FAILED, EXIT_OK, EXIT_USAGE, GyreError, UsageError
+from gyre.errors import EXIT_BUG, EXIT_FAILED, EXIT_OK, EXIT_USAGE, GyreError, UsageError, WorkFailed
 
 if TYPE_CHECKING:
     from gyre.net.worker import Worker
@@ -43,6 +46,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     bind: str | None
     name: str
     resolved: configuration.Resolved
+    cell: str = ""  # engines and trainers: the cell they belong to, "" for one of the process's name
 
     @property
     def run_id(self) -> str:
@@ -76,7 +80,8 @@ def common(*, run: bool = True, addresses: tuple[str, ...] = (), named: str | No
     if "bind" in addresses:
         options.append(click.option("--insecure", is_flag=True, help="Allow addresses that others can reach, without keys."))
     if named is not None:
-        options.append(click.option("--name", "--cell", "name", default=named, show_default=True, help="Name of this process in its run."))
+        options.append(click.option("--name", default=named, help="Name of this process in its run; default: its cell's."))
+        options.append(click.option("--cell", default="", help="Name of the cell it belongs to; default: its own."))
     options += [
         click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True),
         click.option("--json-logs", is_flag=True, help="Log JSON lines."),
@@ -139,8 +144,9 @@ def setup(options: dict[str, Any], flags: dict[str, Any] | None = None) -> Setup
         rollouts=list(options.get("rollouts") or ()) or [endpoint(run_dir, "rollout")],
         coord=options.get("coord"),
         bind=options.get("bind"),
-        name=options.get("name") or "",
+        name=options.get("name") or options.get("cell") or "",
         resolved=resolved,
+        cell=options.get("cell") or "",
     )
 
 
@@ -158,6 +164,7 @@ def make_run_dir(path: Path) -> None:
 EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "safetensors", "numpy"), "train"),
     **dict.fromkeys(("h11", "jinja2", "tokenizers", "pyseccomp"), "sandbox"),
+    "matplotlib": "report",
 }
 """Packages that the base installation lacks, and the extra that brings each."""
 
@@ -170,11 +177,20 @@ def writable(path: Path) -> None:
         raise UsageError("-o", f"{path} cannot be written ({e.strerror})", "give a file in a directory that this user can write") from None
 
 
+def stdout() -> BinaryIO:
+    """Where data goes. Raises `WorkFailed` when the process was started with it closed."""
+    stream: BinaryIO | None = getattr(sys.stdout, "buffer", None)
+    if stream is None:
+        raise WorkFailed("stdout is closed; redirect it, or name a file with -o")
+    return stream
+
+
 def guarded(body: Callable[[], int | None]) -> NoReturn:
     """Run a command's body and exit: errors become one line and their code, a closed pipe is quiet, bugs show their traceback."""
     try:
         code = body() or EXIT_OK
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it may have been closed at the start
+            sys.stdout.flush()
     except GyreError as e:
         click.echo(f"error: {e}", err=True)
         code = e.exit_code
@@ -214,6 +230,7 @@ def work(kind: str, options: dict[str, Any], flags: dict[str, Any], body: Callab
         s = setup(options, flags)
         from gyre.net.worker import Worker
 
+        faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr)  # the coordinator asks for stacks when nothing progresses
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve the other processes of a shared machine
 
         async def main() -> int:
@@ -222,6 +239,8 @@ def work(kind: str, options: dict[str, Any], flags: dict[str, Any], body: Callab
                 await body(s, worker)
             return worker.exit_code
 
-        return asyncio.run(main())
+        code = asyncio.run(main())
+        gc.freeze()  # the interpreter looks through all objects at its end: with torch loaded, most of a second for nothing
+        return code
 
     guarded(run)

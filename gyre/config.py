@@ -1,7 +1,8 @@
 """Configuration: the tables of run.toml, and where each value came from.
 
 Invariants
-- Precedence is default < file < --set < flag; an unknown key or a value of the wrong type is a `UsageError` naming file, key and remedy.
+- Precedence is default < [system] of run.workload < file < --set < flag; an unknown key or a value of the wrong type is a `UsageError` naming
+  file, key and remedy.
 - Every key has a description (`docs/config.md` is generated from them); no key exists that nothing reads.
 - Relative paths in a file are relative to that file; in --set and flags, to the working directory. `load` resolves them.
 """
@@ -19,6 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from gyre.errors import UsageError
+from gyre.rules import workload
 
 
 def _doc(text: str, *, path: bool = False, **limits: Any) -> Meta:
@@ -38,6 +40,8 @@ class Run(Table, frozen=True, kw_only=True):
     max_infra_failures: Annotated[int, _doc("So many infrastructure failures in a row end the run with exit 1.", ge=1)] = 20
     coord_grace_s: Annotated[float, _doc("A worker that was launched and hears no coordinator for so long ends in order.", gt=0)] = 600.0
     start_timeout_s: Annotated[float, _doc("How long a process waits for its peers at start.", gt=0)] = 180.0
+    workload: Annotated[str, _doc("For paced parts: the workload file that they play; its [system] counts, below run.toml's.", path=True)] = ""
+    compress: Annotated[float, _doc("For paced parts: the workload's time is divided by it.", gt=0)] = 1.0
 
 
 class Model(Table, frozen=True, kw_only=True):
@@ -55,7 +59,7 @@ class Tasks(Table, frozen=True, kw_only=True):
     heldout: Annotated[str, _doc('Directory of held-out tasks for evaluation; "" for none.', path=True)] = ""
     epochs: Annotated[int, _doc("Passes over the training tasks before the run runs out of queries; 0 for no end.", ge=0)] = 0
     eval_every: Annotated[int, _doc("Evaluate every so many publications, and at the first and the last; 0 for never.", ge=0)] = 0
-    eval_tasks: Annotated[int, _doc("Held-out tasks per evaluation (the first so many); 0 for all.", ge=0)] = 0
+    eval_tasks: Annotated[int, _doc("Held-out tasks per evaluation (evenly spaced over their names); 0 for all.", ge=0)] = 0
 
 
 class System(Table, frozen=True, kw_only=True):
@@ -75,7 +79,7 @@ class System(Table, frozen=True, kw_only=True):
 class Rollout(Table, frozen=True, kw_only=True):
     """The inference engine and how it samples."""
 
-    engine: Annotated[Literal["torch", "scripted"], _doc("Which engine serves the policy.")] = "torch"
+    engine: Annotated[Literal["torch", "scripted", "paced"], _doc("Which engine serves the policy; paced sleeps as run.workload says.")] = "torch"
     temperature: Annotated[float, _doc("Sampling temperature of training rollouts; 0 is greedy.", ge=0)] = 1.0
     eval_temperature: Annotated[float, _doc("Sampling temperature of evaluation rollouts.", ge=0)] = 1.0
     top_p: Annotated[float, _doc("Nucleus sampling; 1 is off.", gt=0, le=1)] = 1.0
@@ -91,9 +95,10 @@ class Rollout(Table, frozen=True, kw_only=True):
 class Sandbox(Table, frozen=True, kw_only=True):
     """Where executions run, and their limits. A task's own limits win when they are tighter."""
 
-    backend: Annotated[Literal["bubblewrap", "process"], _doc("How executions are contained; process contains nothing and needs unsafe.")] = (
-        "bubblewrap"
-    )
+    backend: Annotated[
+        Literal["bubblewrap", "process", "paced"],
+        _doc("How executions are contained; process contains nothing and needs unsafe; paced runs none, it sleeps as run.workload says."),
+    ] = "bubblewrap"
     unsafe: Annotated[bool, _doc("Accept a backend, or a machine, that cannot contain an execution.")] = False
     slots: Annotated[int, _doc("Executions at once per gyre-sandbox.", ge=1)] = 16
     harness: Annotated[str, _doc("Command of the harness, shell-quoted; it runs in the workspace, files of harness_dir are at /harness.")] = (
@@ -124,6 +129,7 @@ class TrajectoryTable(Table, frozen=True, kw_only=True):
 class Train(Table, frozen=True, kw_only=True):
     """The optimizer and its objective."""
 
+    engine: Annotated[Literal["torch", "paced"], _doc("What computes gradients; paced sleeps as run.workload says.")] = "torch"
     steps: Annotated[int, _doc("Optimizer steps of the run.", ge=1)] = 100
     objective: Annotated[Literal["dis", "grpo"], _doc("dis: double-sided importance sampling; grpo: clipped surrogate.")] = "dis"
     advantage: Annotated[Literal["mean", "grpo"], _doc("mean: R - mean; grpo: also divided by the standard deviation (ddof 0).")] = "mean"
@@ -139,6 +145,9 @@ class Train(Table, frozen=True, kw_only=True):
     clip_norm: Annotated[float, _doc("Gradient norm is clipped to it; 0 is off.", ge=0)] = 1.0
     micro_step_tokens: Annotated[int, _doc("Token budget of a micro-step; a longer trajectory gets one of its own.", ge=1)] = 16384
     claim_ttl_s: Annotated[float, _doc("Lease of a claimed micro-step; renewed at a third of it.", gt=0)] = 60.0
+    backend: Annotated[Literal["auto", "gloo", "nccl"], _doc("How cells reduce; auto: gloo on the CPU, nccl where the model is on a GPU.")] = "auto"
+    reduce_timeout_s: Annotated[float, _doc("A reduction or broadcast between cells that takes longer is given up.", gt=0)] = 120.0
+    core_timeout_s: Annotated[float, _doc("How long a satellite waits for a core that is away.", gt=0)] = 600.0
     checkpoint_every: Annotated[int, _doc("Checkpoint every so many steps, and at the end; 0 for only at the end.", ge=0)] = 20
     keep_checkpoints: Annotated[int, _doc("Checkpoints kept.", ge=1)] = 2
     logprob_alarm: Annotated[float, _doc("Warn when trainer and engine differ by more than this on tokens of the current version.", gt=0)] = 0.1
@@ -271,11 +280,23 @@ def load(file: Path | None, sets: Sequence[str] = (), flags: Mapping[str, Any] |
     for dotted, value in (flags or {}).items():
         if value is not None:
             put("flag", dotted, value, Path.cwd(), "flag")
+    for dotted, value in _workload(values.get("run.workload")):
+        if dotted not in values:
+            put(values["run.workload"], dotted, value, Path.cwd(), values["run.workload"])
     tables: dict[str, dict[str, Any]] = {}
     for dotted, value in values.items():
         table, name = dotted.split(".")
         tables.setdefault(table, {})[name] = value
     return Resolved(msgspec.convert(tables, Config), origins)
+
+
+def _workload(file: str | None) -> Iterator[tuple[str, Any]]:
+    """The keys of a workload file's [system] that a run has too, slots_per_cell as rollout.slots; of several targets the first."""
+    if file:
+        system = workload.load(Path(file)).system
+        for name in sorted({f.name for f in msgspec.structs.fields(System)} & {f.name for f in msgspec.structs.fields(type(system))}):
+            yield f"system.{name}", system.targets[0] if name == "target_staleness" else getattr(system, name)
+        yield "rollout.slots", system.slots_per_cell
 
 
 def _read(file: Path) -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,8 +16,12 @@ from typing import Any, Final
 
 import msgspec
 
+from gyre.errors import UsageError
+
 SCHEMA: Final = "gyre.event/1"
 _TAIL_BYTES: Final = 1 << 20
+
+log = logging.getLogger(__name__)
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,9 +47,10 @@ def encode(event: Event) -> str:
 
 
 class EventWriter:
-    """Appends lines; knows the last sequence number in the file."""
+    """Appends lines; knows the last sequence number in the file. Raises `UsageError` when the last line is no event."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self.last_seq = self._mend()
 
@@ -62,7 +68,11 @@ class EventWriter:
             block *= 2
         if end < len(tail):
             os.ftruncate(self._fd, start + end)
-        return _decoder.decode(tail[previous + 1 : end]).seq if end else -1
+        try:
+            return _decoder.decode(tail[previous + 1 : end]).seq if end else -1
+        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+            os.close(self._fd)
+            raise UsageError(str(self._path), f"its last line is damaged ({e})", "cut it off, or restore the file from a copy") from None
 
     def replay(self, lines: Iterable[tuple[int, str]]) -> None:
         """Append those of (seq, line) that the file lacks."""
@@ -92,7 +102,7 @@ class EventReader:
         self._path = path
         self._offset = 0
 
-    def lines(self) -> Iterator[str]:
+    def lines(self) -> Iterator[bytes]:
         """New whole lines, without newlines. A missing file has none yet."""
         try:
             file = self._path.open("rb")
@@ -104,9 +114,17 @@ class EventReader:
                 if not line.endswith(b"\n"):
                     return
                 self._offset += len(line)
-                yield line[:-1].decode()
+                yield line[:-1]
 
     def events(self) -> Iterator[Event]:
-        """New events."""
+        """New events. Lines that are none (a damaged disk, a stray hand) are left out, with a warning that counts them."""
+        damaged, first = 0, ""
         for line in self.lines():
-            yield _decoder.decode(line)
+            try:
+                event = _decoder.decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+                damaged, first = damaged + 1, first or str(e)
+                continue
+            yield event
+        if damaged:
+            log.warning("%s: left out %d damaged lines: %s", self._path, damaged, first)

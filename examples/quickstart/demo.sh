@@ -1,10 +1,11 @@
 #!/bin/sh
-# The quick start from nothing to a trained model: tasks, a warm start, 80 steps of reinforcement learning, the report.
-# Run by `make demo`, with gyre's commands on PATH. SEED=N for another seed, RUN=DIR for another run directory, UNSAFE=1 without bubblewrap.
+# The quick start from nothing to a trained model: tasks, a warm start, 80 steps of reinforcement learning on four cells that turn, the report.
+# Run by `make demo`, with gyre's commands on PATH. SEED=N for another seed, RUN=DIR for another run directory, HOSTS=FILE for other cells
+# (fixed.txt: fixed roles), RULE=NAME for another rule, STEPS=N for fewer steps, UNSAFE=1 without bubblewrap.
 set -eu
 cd "$(dirname "$0")/../.."
 here=examples/quickstart seed=${SEED:-0} run=${RUN:-runs/demo}
-made=$here/made
+made=$here/made hosts=${HOSTS:-$here/hosts.txt}
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*" >&2; }
 [ -t 2 ] || say() { printf '\n%s\n' "$*" >&2; }
@@ -25,15 +26,15 @@ if [ ! -f "$made/tasks-$seed/done" ]; then
     python "$here/make_tasks.py" --out "$made/tasks-$seed" --seed "$seed" >&2
     touch "$made/tasks-$seed/done"
 fi
-unsafe=
-[ "${UNSAFE:-}" != 1 ] || unsafe="--backend process --unsafe"
+flags=
+[ "${UNSAFE:-}" != 1 ] || flags="--backend process --unsafe"
 say "2/4  Checking two tasks of each kind: the oracle must get 1, doing nothing 0"
 some=
 for kind in append count create fix follow func rename; do
     some="$some $(ls -d "$made/tasks-$seed/heldout/$kind"-* | head -2)"
 done
 # shellcheck disable=SC2086
-gyre-task check $unsafe $some >&2
+gyre-task check $flags $some >&2
 
 if [ ! -f "$made/model-$seed/model.safetensors" ]; then
     say "3/4  Warm start: a tiny model imitates a careless demonstrator (about two minutes)"
@@ -41,8 +42,10 @@ if [ ! -f "$made/model-$seed/model.safetensors" ]; then
 fi
 
 say "4/4  Reinforcement learning from the verifiers alone"
-[ -z "$unsafe" ] || unsafe="--set sandbox.backend=process --set sandbox.unsafe=true"
+[ -z "$flags" ] || flags="--set sandbox.backend=process --set sandbox.unsafe=true"
+[ -z "${RULE:-}" ] || flags="$flags --rule $RULE"
+[ -z "${STEPS:-}" ] || flags="$flags --set train.steps=$STEPS"
 # shellcheck disable=SC2086
-gyre-coord --cells "$here/hosts.txt" --config "$here/run.toml" --run "$run" --set run.seed="$seed" $unsafe \
+gyre-coord --cells "$hosts" --config "$here/run.toml" --run "$run" --set run.seed="$seed" $flags \
     --set model.path="$PWD/$made/model-$seed" --set tasks.train="$PWD/$made/tasks-$seed/train" --set tasks.heldout="$PWD/$made/tasks-$seed/heldout"
 gyre-report "$run"

@@ -32,13 +32,7 @@ def on_seal(s: State, now: Now, e: Received, m: SealStep) -> None:
     if m.step > s.meta.total_steps:
         s.refuse(e.to, m, f"the run ends at step {s.meta.total_steps}")
         return
-    poll = s.polls.get(m.id)
-    if poll is None:
-        poll = Poll(e.to, m, e.holder, now.mono, now.mono + m.wait_s)
-    else:
-        poll.to = e.to
-    if not answer_seal(s, now, poll, m):
-        s.polls[m.id] = poll
+    s.ask(now, e, m, answer_seal)
 
 
 def answer_seal(s: State, now: Now, poll: Poll, m: SealStep) -> bool:

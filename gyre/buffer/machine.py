@@ -36,6 +36,7 @@ from gyre.wire.messages import (
     RenewLeases,
     RolloutEnded,
     SealStep,
+    VoidIncarnations,
 )
 from gyre.wire.rows import Row
 
@@ -95,6 +96,8 @@ class Machine:
                 training.on_accumulated(s, now, to, m)
             case SealStep() as m:
                 commit.on_seal(s, now, e, m)
+            case VoidIncarnations() as m:
+                training.on_void(s, now, to, m)
             case CommitStep() as m:
                 commit.on_commit(s, now, to, m)
             case Published() as m:
@@ -144,8 +147,7 @@ class Machine:
     def next_deadline(self) -> float | None:
         """Monotonic time at which a `Tick` is due, if nothing else happens."""
         s = self.state
-        step = s.open_step
-        claims = () if step is not None and step.state == "sealed" else s.claims.values()
+        claims = () if s.sealed else s.claims.values()
         times = [*s.leases.values(), *claims, *(p.deadline for p in s.polls.values())]
         times.append(max(s.progress_at, self._stall_logged_at) + s.config.run.stall_s)
         return min(times, default=None)
@@ -187,6 +189,9 @@ class Machine:
             eval_outstanding=s.eval_outstanding,
             finished=s.finished,
             failure=s.failure,
+            ready_groups=len(s.ready),
+            taken_groups=len(s.taken),
+            publications=s.meta.publications,
         )
 
     def waits(self, now: Now) -> list[dict[str, Any]]:

@@ -89,6 +89,7 @@ def _load(directory: Path) -> Task:
 
 
 def load_task_set(train: str, heldout: str, eval_tasks: int) -> TaskSet:
-    """Training tasks and the first `eval_tasks` held-out ones (0: all)."""
+    """Training tasks and `eval_tasks` of the held-out ones (0: all), evenly spaced over their names, so that each kind has its share."""
     held = load_tasks(heldout, "tasks.heldout") if heldout else ()
-    return TaskSet(load_tasks(train, "tasks.train"), held[:eval_tasks] if eval_tasks else held)
+    n = min(eval_tasks, len(held)) or len(held)
+    return TaskSet(load_tasks(train, "tasks.train"), tuple(held[i * len(held) // n] for i in range(n)))

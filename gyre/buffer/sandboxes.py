@@ -32,13 +32,7 @@ def on_lease(s: State, now: Now, e: Received, m: LeaseTickets) -> None:
         tickets = [_ticket(s, s.rollouts[r]) for r in s.lease_requests[m.id]]
         s.reply(e.to, s.tickets_reply(m.id, tickets))
         return
-    poll = s.polls.get(m.id)
-    if poll is None:
-        poll = Poll(e.to, m, e.holder, now.mono, now.mono + m.wait_s)
-    else:
-        poll.to = e.to
-    if not answer_lease(s, now, poll, m):
-        s.polls[m.id] = poll
+    s.ask(now, e, m, answer_lease)
 
 
 def answer_lease(s: State, now: Now, poll: Poll, m: LeaseTickets) -> bool:

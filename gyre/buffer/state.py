@@ -12,12 +12,12 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
-from typing import Any, Final
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Final, TypeVar
 
 import msgspec
 
-from gyre.buffer.effects import Drop, Effect, Log, Now, Put, Reply
+from gyre.buffer.effects import Drop, Effect, Log, Now, Put, Received, Reply
 from gyre.buffer.queries import QueryStream, TaskSet
 from gyre.config import Config
 from gyre.errors import UsageError
@@ -40,6 +40,8 @@ from gyre.wire.rows import (
 )
 
 _REPLIES_KEPT: Final = 4096
+
+P = TypeVar("P", LeaseTickets, ClaimMicroStep, SealStep)
 
 
 class Poll(msgspec.Struct):
@@ -197,6 +199,18 @@ class State:
         while len(self.replies) > _REPLIES_KEPT:
             self.replies.popitem(last=False)
 
+    def ask(self, now: Now, e: Received, m: P, answer: Callable[[State, Now, Poll, P], bool]) -> None:
+        """Answer a request now, or keep it as a poll until `answer` can or its wait is over. Sent again, it is one poll and may wait less."""
+        poll = self.polls.get(m.id)
+        if poll is None:
+            poll = Poll(e.to, m, e.holder, now.mono, now.mono + m.wait_s)
+        else:
+            poll.to, poll.deadline = e.to, min(poll.deadline, now.mono + m.wait_s)
+        if answer(self, now, poll, m):
+            self.polls.pop(m.id, None)
+        else:
+            self.polls[m.id] = poll
+
     def add_rollout(self, row: RolloutRow) -> None:
         """A new execution, queued."""
         self.rollouts[row.rollout_id] = row
@@ -280,6 +294,12 @@ class State:
     @property
     def open_step(self) -> StepRow | None:
         return self.steps.get(self.meta.committed + 1)
+
+    @property
+    def sealed(self) -> bool:
+        """Has the open step a manifest?"""
+        step = self.open_step
+        return step is not None and step.state is StepState.SEALED
 
     @property
     def in_system(self) -> int:

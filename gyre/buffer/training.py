@@ -8,8 +8,10 @@ A step's life: open (first claim) → closed (it has all the groups it gets) →
   queued again.
 - A lower term is refused. A new term rolls back what its checkpoint does not contain: those groups are ready again, in their old order.
 
-Not here: payloads (the shell reads them when it delivers a micro-step), voiding cells of a sealed step (one cell for now: a sealed step waits
-for its core). Sealing and committing are in `commit`.
+- A sealed step waits for its core: leases do not run out in it and a cell that comes back is kept waiting, so that what the core reduced is what it
+  commits. Only `VoidIncarnations`, by the core or by a cell for itself, or a new term opens it again.
+
+Not here: payloads (the shell reads them when it delivers a micro-step). Sealing and committing are in `commit`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from gyre.wire.messages import (
     NothingToClaim,
     RenewClaims,
     TermGranted,
+    VoidIncarnations,
 )
 from gyre.wire.rows import GroupState, MicroStepRow, StepRow, StepState
 
@@ -40,6 +43,9 @@ def on_acquire(s: State, now: Now, to: Hashable, m: AcquireTerm) -> None:
     meta = s.meta
     if (known := s.replies.get(m.id)) is not None:
         s.reply(to, known)
+        return
+    if left_lineage(s, m):
+        s.refuse(to, m, f"the checkpoint at step {m.step} of term {m.checkpoint_term} is of a lineage that was left", stale=True)
         return
     if not 0 <= m.step <= meta.committed:
         s.refuse(to, m, f"the checkpoint at step {m.step} is ahead of this ledger, whose last committed step is {meta.committed}")
@@ -68,6 +74,14 @@ def on_acquire(s: State, now: Now, to: Hashable, m: AcquireTerm) -> None:
     answer = TermGranted(id="", cause=m.id, term=meta.term, step=m.step, total_steps=meta.total_steps)
     s.remember(m.id, answer)
     s.reply(to, answer)
+
+
+def left_lineage(s: State, m: AcquireTerm) -> bool:
+    """Did a later term go back behind this checkpoint? A core that was taken for dead may write one long after its term ended."""
+    if not 0 < m.checkpoint_term < s.meta.term:
+        return False
+    step = s.steps.get(m.step)
+    return m.step > s.meta.committed or (step is not None and step.term > m.checkpoint_term)
 
 
 def _drop_open_step(s: State) -> None:
@@ -110,8 +124,9 @@ def on_claim(s: State, now: Now, e: Received, m: ClaimMicroStep) -> None:
     if m.step > s.meta.total_steps:
         s.refuse(e.to, m, f"the run ends at step {s.meta.total_steps}")
         return
-    for cell, incarnation in [c for c in s.claims if c[0] == m.cell and c[1] != m.incarnation]:
-        void(s, cell, incarnation, "the cell came back as another incarnation", m.id)
+    if not s.sealed:
+        for cell, incarnation in [c for c in s.claims if c[0] == m.cell and c[1] != m.incarnation]:
+            void(s, cell, incarnation, "the cell came back as another incarnation", m.id)
     if (known := s.replies.get(m.id)) is not None:
         s.reply(e.to, known)
         return
@@ -119,13 +134,7 @@ def on_claim(s: State, now: Now, e: Received, m: ClaimMicroStep) -> None:
         if micro.claim_id == m.id:
             deliver(s, e.to, micro, m.id)
             return
-    poll = s.polls.get(m.id)
-    if poll is None:
-        poll = Poll(e.to, m, e.holder, now.mono, now.mono + m.wait_s)
-    else:
-        poll.to = e.to
-    if not answer_claim(s, now, poll, m):
-        s.polls[m.id] = poll
+    s.ask(now, e, m, answer_claim)
 
 
 def answer_claim(s: State, now: Now, poll: Poll, m: ClaimMicroStep) -> bool:
@@ -260,11 +269,23 @@ def on_accumulated(s: State, now: Now, to: Hashable, m: Accumulated) -> None:
 
 def expire_claims(s: State, now: Now) -> None:
     """Incarnations that were not heard of. A sealed step waits for its core: only a new term undoes it."""
-    step = s.open_step
-    if not s.claims or (step is not None and step.state is StepState.SEALED):
+    if s.sealed:
         return
     for cell, incarnation in [c for c, deadline in s.claims.items() if deadline <= now.mono]:
         void(s, cell, incarnation, "its lease expired", "")
+
+
+def on_void(s: State, now: Now, to: Hashable, m: VoidIncarnations) -> None:
+    """Give up accumulators of the open or sealed step; the survivors' leases begin anew, however long the step was sealed."""
+    if refused(s, to, m, m.term, m.step):
+        return
+    for member in m.cells:
+        if name(member.cell, member.incarnation) not in s.meta.voided:
+            void(s, member.cell, member.incarnation, m.reason, m.id)
+    for claim in s.claims:
+        s.claims[claim] = now.mono + s.config.train.claim_ttl_s
+    s.progress_at = now.mono
+    s.reply(to, Ack(id="", cause=m.id))
 
 
 def void(s: State, cell: str, incarnation: str, reason: str, cause: str) -> None:
@@ -279,7 +300,7 @@ def void(s: State, cell: str, incarnation: str, reason: str, cause: str) -> None
     s.meta.voided = [*s.meta.voided, name(cell, incarnation)]
     s.put(s.meta)
     step = s.open_step
-    if step is not None and step.state is StepState.SEALED:
+    if step is not None and s.sealed:
         step.state, step.hash, step.manifest = StepState.OPEN, "", {}
         s.put(step)
     s.log("voided", cause, cell=cell, incarnation=incarnation, reason=reason, micro_steps=again)

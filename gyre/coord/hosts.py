@@ -57,8 +57,9 @@ class Line(msgspec.Struct, frozen=True):
     sets: list[str] = []
 
 
+MAX_RANGE = 10_000
 _KEYS = ("name", "gpus", "slots", "bind", "python")
-_TARGET = re.compile(r"(?:(?P<user>[A-Za-z_][\w.-]*)@)?(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_][\w.\[\],-]*)(?::(?P<port>\d+))?$")
+_TARGET = re.compile(r"(?:(?P<user>[A-Za-z_][\w.-]*)@)?(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_][\w.\[\],-]*)(?::(?P<port>\d{1,5}))?$", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}$")
 
 
@@ -112,7 +113,7 @@ def _build(kind: Kind, hosts: list[Host], options: dict[str, str], where: str) -
     if name and not _NAME.match(name):
         raise UsageError(where, f"{name!r} is no name", "use letters, digits, '.', '_' and '-'", "name")
     slots = options.get("slots")
-    if slots is not None and not (slots.isdigit() and int(slots) > 0):
+    if slots is not None and not (slots.isdecimal() and len(slots) < 10 and int(slots) > 0):
         raise UsageError(where, f"{slots!r} is no positive integer", "write for example slots=16", "slots")
     for key, meant in (("slots", kind is Kind.SANDBOX), ("bind", kind is not Kind.SANDBOX)):
         if key in options and not meant:
@@ -134,7 +135,7 @@ def _build(kind: Kind, hosts: list[Host], options: dict[str, str], where: str) -
 def _gpus(text: str, where: str) -> list[int]:
     found: list[int] = []
     for part in text.split(","):
-        m = re.match(r"(\d+)(?:-(\d+))?$", part)
+        m = re.match(r"(\d{1,3})(?:-(\d{1,3}))?$", part, re.ASCII)
         if not m or (m[2] and int(m[2]) < int(m[1])):
             raise UsageError(where, f"{text!r} names no GPUs", "write for example gpus=0-3,6", "gpus")
         found += range(int(m[1]), int(m[2] or m[1]) + 1)
@@ -165,6 +166,8 @@ def _unfold(target: str, where: str) -> Iterator[Host]:
         raise UsageError(where, f"{target!r} is no host range", "write for example node[01-16,20]")
     for part in body.split(","):
         first, _, last = part.partition("-")
+        if len(first) > 9 or len(last) > 9 or int(last or first) - int(first) >= MAX_RANGE:
+            raise UsageError(where, f"{target[:60]!r} is too wide a range", f"name at most {MAX_RANGE} hosts at once")
         for n in range(int(first), int(last or first) + 1):
             yield Host(f"{head}{n:0{len(first)}d}{tail}", user, port)
 

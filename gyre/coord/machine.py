@@ -1,10 +1,16 @@
-"""When processes start, when they are told to stop, and how the run ends. Pure: events and time in, effects out.
+"""When processes start, start again and stop, and how the run ends. Pure: events and time in, effects out.
 
 Invariants
 - Stages start and stop as wholes: buffer, then trainers, engines and sandboxes; they stop in the order of `STOP_ORDER`, the buffer last.
-- A process that ends before it was told to fails the run, unless its work is done: the buffer that ends with 0 (its end is the run's), a sandbox or
-  a trainer that does so when every step is committed.
+- A process that fails before it has ever worked (a bug, a bad configuration) ends the run with its traceback. One that has worked, or was killed, is
+  started again, at most `RESTARTS` times in a row with growing pauses; then it is given up, and the run goes on if there are others of its kind.
+- The buffer that ends with 0 ends the run; a sandbox or a trainer may do so when every step is committed.
 - Every wait has a deadline: a process told to stop is terminated after `STOP_S` and killed after `KILL_S` more; no hello in time fails the run.
+  A slow start is no failure: once it said hello, a process may load for as long as it says that it lives.
+- A process that falls silent is lost after `silent_s`, and killed, hence started again, after `stall_s`. When nothing progresses for `stall_s`, the
+  stacks of all are dumped, once.
+
+Not here: what a cell is (roles.py).
 """
 
 from __future__ import annotations
@@ -19,12 +25,16 @@ from gyre.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 STOP_S: Final = 30.0
 KILL_S: Final = 5.0
 EARLY_S: Final = 10.0  # the buffer's word that all steps are done may come this much after a trainer's end
+RESTARTS: Final = 5
+BACKOFF_S: Final = (1.0, 60.0)  # the first pause, doubled each time up to the second
+HEALTHY_S: Final = 300.0  # after so long a life, deaths before it do not count
 STOP_ORDER: Final = ("sandbox", "train", "rollout", "buffer")
 
 
 class Phase(StrEnum):
     STARTING = "starting"  # launched, no hello yet
     UP = "up"
+    WAITING = "waiting"  # to be started again
     STOPPING = "stopping"
     GONE = "gone"
 
@@ -37,11 +47,19 @@ class Process(msgspec.Struct, kw_only=True):
     phase: Phase = Phase.STARTING
     since: float = 0.0
     pressed: int = 0  # how hard it was asked to go: 0 not, 1 told, 2 terminated, 3 killed
+    worked: bool = False  # ever
+    deaths: int = 0  # in a row
+    heard_at: float = 0.0
+    silent: bool = False
+    expected: bool = False  # its end is: it was taken out of the hosts file
 
 
 # events
 class HelloSeen(msgspec.Struct, frozen=True):
+    """A status. `worked`: it has got through its start."""
+
     name: str
+    worked: bool = False
 
 
 class Exited(msgspec.Struct, frozen=True):
@@ -65,14 +83,33 @@ class StopAsked(msgspec.Struct, frozen=True):
     code: int
 
 
+class Progress(msgspec.Struct, frozen=True):
+    """The buffer's counters changed."""
+
+
+class Added(msgspec.Struct, frozen=True):
+    process: Process
+
+
+class Removed(msgspec.Struct, frozen=True):
+    name: str
+
+
 class Tick(msgspec.Struct, frozen=True):
     pass
 
 
-Event = HelloSeen | Exited | StepsDone | RunFinished | RunFailed | StopAsked | Tick
+Event = HelloSeen | Exited | StepsDone | RunFinished | RunFailed | StopAsked | Progress | Added | Removed | Tick
 
 
 # effects
+class Start(msgspec.Struct, frozen=True):
+    """Start it (again, if `again`)."""
+
+    name: str
+    again: bool = True
+
+
 class TellStop(msgspec.Struct, frozen=True):
     name: str
     reason: str
@@ -86,6 +123,26 @@ class Kill(msgspec.Struct, frozen=True):
     name: str
 
 
+class Missing(msgspec.Struct, frozen=True):
+    """Nothing can be expected of this process for now."""
+
+    name: str
+    reason: str
+
+
+class GiveUp(msgspec.Struct, frozen=True):
+    """It will not be started again; the run goes on without it."""
+
+    name: str
+
+
+class Dump(msgspec.Struct, frozen=True):
+    """Nothing has progressed: put the stacks of these processes into their logs, and say what is known."""
+
+    names: tuple[str, ...]
+    idle_s: float
+
+
 class End(msgspec.Struct, frozen=True):
     """All processes are gone: the coordinator ends with `code`; `culprit` is the process whose log explains a failure."""
 
@@ -94,80 +151,151 @@ class End(msgspec.Struct, frozen=True):
     culprit: str | None
 
 
-Effect = TellStop | Terminate | Kill | End
+Effect = Start | TellStop | Terminate | Kill | Missing | GiveUp | Dump | End
 
 
 class Machine:
-    """The coordinator's mind."""
+    """The coordinator's mind, as far as processes go."""
 
-    def __init__(self, processes: list[Process], *, now: float, start_timeout_s: float) -> None:
+    def __init__(
+        self, processes: list[Process], *, now: float, start_timeout_s: float, silent_s: float = 20.0, stall_s: float = 300.0
+    ) -> None:  # fmt: skip
         self.processes = {p.name: p for p in processes}
         self.ending: End | None = None
-        self._steps_done = False
-        self._start_timeout_s = start_timeout_s
+        self.steps_done = False
+        self._start_timeout_s, self._silent_s, self._stall_s = start_timeout_s, silent_s, stall_s
+        self._progress_at, self._dumped = now, False
+        self._effects: list[Effect] = []
         for p in processes:
-            p.since = now
+            p.since = p.heard_at = now
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         match event:
-            case HelloSeen(name):
+            case HelloSeen(name, worked):
                 p = self.processes[name]
                 if p.phase is Phase.STARTING:
                     p.phase, p.since = Phase.UP, now
+                p.heard_at, p.silent, p.worked = now, False, p.worked or worked
             case Exited(name, code):
                 self._exited(now, self.processes[name], code)
             case StepsDone():
-                self._steps_done = True
+                self.steps_done = True
             case RunFinished():
                 self._end(EXIT_OK, "the run is finished")
             case RunFailed(reason):
                 self._end(EXIT_FAILED, reason, "buffer")
             case StopAsked(code):
                 self._end(code, "asked to stop")
+            case Progress():
+                self._progress_at, self._dumped = now, False
+            case Added(process):
+                process.since = process.heard_at = now
+                self.processes[process.name] = process
+                self._effects.append(Start(process.name, again=False))
+            case Removed(name):
+                self._remove(now, self.processes[name])
             case Tick():
                 for p in self.processes.values():
-                    if p.phase is Phase.STARTING and now - p.since > self._start_timeout_s:
-                        self._end(EXIT_FAILED, f"gave up after {self._start_timeout_s:.0f} s waiting for the hello of {p.name}", p.name)
-                    early = p.phase is Phase.GONE and p.kind in ("train", "sandbox") and not self._steps_done
-                    if early and now - p.since > EARLY_S:
-                        self._end(EXIT_FAILED, f"{p.name} ended before the run's last step", p.name)
+                    self._tick(now, p)
+                self._watch(now)
             case _:
                 assert_never(event)
-        return self._press(now)
+        self._press(now)
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _tick(self, now: float, p: Process) -> None:
+        waited_s = now - p.since
+        match p.phase:
+            case Phase.STARTING if waited_s > self._start_timeout_s:
+                self._end(EXIT_FAILED, f"gave up after {self._start_timeout_s:.0f} s waiting for the hello of {p.name}", p.name)
+            case Phase.GONE if p.kind in ("train", "sandbox") and not self.steps_done and not p.expected and waited_s > EARLY_S:
+                self._end(EXIT_FAILED, f"{p.name} ended before the run's last step", p.name)
+            case Phase.WAITING if waited_s >= self._pause_s(p) and self.ending is None:
+                p.phase, p.since, p.heard_at, p.silent = Phase.STARTING, now, now, False
+                self._effects.append(Start(p.name))
+            case Phase.UP if self.ending is not None:
+                pass
+            case Phase.UP if now - p.heard_at > self._stall_s:
+                p.heard_at = now
+                self._effects.append(Kill(p.name))
+            case Phase.UP if now - p.heard_at > self._silent_s and not p.silent:
+                p.silent = True
+                self._effects.append(Missing(p.name, f"is silent for {now - p.heard_at:.0f} s"))
+            case _:
+                pass
+
+    def _watch(self, now: float) -> None:
+        idle_s = now - self._progress_at
+        if idle_s > self._stall_s and not self._dumped and self.ending is None:
+            self._dumped = True
+            self._effects.append(Dump(tuple(p.name for p in self.processes.values() if p.phase is Phase.UP), idle_s))
+
+    @staticmethod
+    def _pause_s(p: Process) -> float:
+        first, most = BACKOFF_S
+        return min(most, first * 2.0 ** (p.deaths - 1))
 
     def _exited(self, now: float, p: Process, code: int) -> None:
-        was, p.phase, p.since = p.phase, Phase.GONE, now
-        done = code == 0 and p.kind != "rollout"
-        if done and p.kind == "buffer":
-            self._end(EXIT_OK, "the run is finished")
-        if was is not Phase.STOPPING and not done:
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        was, lived_s, p.phase, p.since = p.phase, now - p.since, Phase.GONE, now
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        if was is Phase.STOPPING:
+            if code not in (0, 130, 143) and p.pressed < 2:
+                self._end(EXIT_FAILED, f"{p.name} {how} while stopping", p.name)
+        elif code == 0 and p.kind != "rollout":
+            if p.kind == "buffer":
+                self._end(EXIT_OK, "the run is finished")
+        elif p.expected or self.ending is not None:
+            pass
+        elif code >= 0 and not p.worked:
             self._end(EXIT_USAGE if code == EXIT_USAGE else EXIT_FAILED, f"{p.name} {how}", p.name)
-        elif was is Phase.STOPPING and code not in (0, 130, 143) and p.pressed < 2:
-            self._end(EXIT_FAILED, f"{p.name} ended with exit code {code} while stopping", p.name)
+        else:
+            self._died(p, how, code, lived_s)
+
+    def _died(self, p: Process, how: str, code: int, lived_s: float) -> None:
+        p.deaths = 1 if lived_s > HEALTHY_S else p.deaths + 1
+        self._effects.append(Missing(p.name, how))
+        if p.deaths <= RESTARTS:
+            p.phase = Phase.WAITING
+        elif any(q.kind == p.kind and q is not p and not q.expected and q.phase is not Phase.GONE for q in self.processes.values()):
+            p.expected = True
+            self._effects.append(GiveUp(p.name))
+        else:
+            reason = f"{p.name} {how}, the last of {p.deaths} times in a row"
+            self._end(EXIT_USAGE if code == EXIT_USAGE else EXIT_FAILED, reason, p.name)
+
+    def _remove(self, now: float, p: Process) -> None:
+        p.expected = True
+        if p.phase is Phase.WAITING:
+            p.phase = Phase.GONE
+        elif p.phase in (Phase.STARTING, Phase.UP):
+            p.phase, p.since, p.pressed = Phase.STOPPING, now, 1
+            self._effects.append(TellStop(p.name, "taken out of the hosts file"))
 
     def _end(self, code: int, reason: str, culprit: str | None = None) -> None:
         if self.ending is None or (self.ending.code == EXIT_OK and code != EXIT_OK):
             self.ending = End(code, reason, culprit)
 
-    def _press(self, now: float) -> list[Effect]:
-        """Ask the first stage that is still there to go, harder as time passes."""
-        if self.ending is None:
-            return []
+    def _press(self, now: float) -> None:
+        """Ask the first stage that is still there to go, and whoever was asked already, harder as time passes."""
+        for p in self.processes.values():
+            if self.ending is not None and p.phase is Phase.WAITING:
+                p.phase, p.since = Phase.GONE, now
         here = [p for p in self.processes.values() if p.phase is not Phase.GONE]
-        if not here:
-            return [self.ending]
-        stage = min(STOP_ORDER.index(p.kind) for p in here)
-        effects: list[Effect] = []
-        for p in (p for p in here if p.kind == STOP_ORDER[stage]):
+        if self.ending is not None and not here:
+            self._effects.append(self.ending)
+            return
+        stage = min((STOP_ORDER.index(p.kind) for p in here), default=0) if self.ending is not None else None
+        for p in here:
             if p.phase is not Phase.STOPPING:
+                if self.ending is None or STOP_ORDER.index(p.kind) != stage:
+                    continue
                 never_up = p.phase is Phase.STARTING
                 p.phase, p.since, p.pressed = Phase.STOPPING, now - (STOP_S if never_up else 0.0), 2 if never_up else 1
-                effects.append(Terminate(p.name) if never_up else TellStop(p.name, self.ending.reason))
+                self._effects.append(Terminate(p.name) if never_up else TellStop(p.name, self.ending.reason))
             elif p.pressed == 1 and now - p.since > STOP_S:
                 p.pressed = 2
-                effects.append(Terminate(p.name))
+                self._effects.append(Terminate(p.name))
             elif p.pressed == 2 and now - p.since > STOP_S + KILL_S:
                 p.pressed = 3
-                effects.append(Kill(p.name))
-        return effects
+                self._effects.append(Kill(p.name))

@@ -1,6 +1,9 @@
-"""The coordinator's doing: start processes, listen, show, stop in order.
+"""The coordinator's doing: start processes, listen, tell cells what they are, show, stop in order.
 
-Soft state only: whatever it knows comes from the workers' statuses and the buffer's counters.
+Soft state only: whatever it knows comes from the workers' statuses and the buffer's counters. What is said to workers is said again until a status
+shows that it was heard; the route table is the answer to every status of a sandbox.
+
+Not here: decisions (machine.py about processes, roles.py about cells).
 """
 
 from __future__ import annotations
@@ -13,34 +16,46 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final, TextIO, assert_never
+from typing import Any, Final, TextIO, assert_never
 
 import click
 from rich.console import Console
 from rich.live import Live
 
 from gyre.cli import Setup
+from gyre.coord import cells as r
 from gyre.coord import machine as m
-from gyre.coord.launch import Plan, start
-from gyre.errors import DeadlineExceeded
+from gyre.coord.known import Knowledge
+from gyre.coord.launch import Plan, cells, start
+from gyre.coord.level import level
+from gyre.coord.roles import Roles
+from gyre.errors import DeadlineExceeded, GyreError
 from gyre.net.sockets import Client, Peer, Server, mint
 from gyre.report.figures import plain
 from gyre.report.live import RunView
+from gyre.rules.named import make_rule, parse_rule
 from gyre.wire.codec import Arrays
-from gyre.wire.messages import Ack, Counters, Events, FromBuffer, Message, Stop, Subscribe, ToCoord, WorkerStatus
+from gyre.wire.messages import Ack, Counters, Events, FromBuffer, Message, Note, Routes, SetRole, Stop, Subscribe, ToCoord, WorkerStatus
 
 log = logging.getLogger(__name__)
 
 _TICK_S: Final = 0.2
 _DRAW_S: Final = 1.0
 _LOG_TAIL_LINES: Final = 40
+PID: Final = "coord.pid"  # in the run directory, for --reload
+_SUBSCRIBE_S: Final = 2.0  # a buffer that was started again knows no subscribers
 
 
 class Coordinator:
     """One run from launch to the last exit."""
 
-    def __init__(self, setup: Setup, plans: list[Plan], bind: str) -> None:
+    def __init__(
+        self, setup: Setup, plans: list[Plan], bind: str, rule: str = "async", reread: Callable[[], list[Plan]] | None = None
+    ) -> None:  # fmt: skip
+        """`rule` as `gyre.rules.named` reads it; `reread` gives the plans of the hosts file as it is now, for SIGHUP. Raises `UsageError`."""
+        config = setup.config
         self.setup = setup
         self.plans = {p.name: p for p in plans}
         self.bind = bind
@@ -50,8 +65,21 @@ class Coordinator:
         self.peers: dict[str, Peer] = {}
         self.end: m.End | None = None
         self.machine = m.Machine(
-            [m.Process(name=p.name, kind=p.kind) for p in plans], now=time.monotonic(), start_timeout_s=setup.config.run.start_timeout_s
-        )
+            [m.Process(name=p.name, kind=p.kind) for p in plans], now=time.monotonic(), start_timeout_s=config.run.start_timeout_s,
+            silent_s=config.net.engine_timeout_s, stall_s=config.run.stall_s,
+        )  # fmt: skip
+        self.knowledge = Knowledge(config.system.groups_per_step) if parse_rule(rule).kind == "lookahead" else None
+        self.roles = Roles(
+            cells(plans), make_rule(rule), rule_name=rule, now=time.monotonic(), groups_per_step=config.system.groups_per_step,
+            steps_per_burst=config.system.steps_per_burst, deadline_s=config.run.start_timeout_s,
+            epoch=int(time.time()),  # above those of a coordinator before this one
+            rollouts_per_group=config.system.rollouts_per_group, known=self.knowledge.known if self.knowledge is not None else None,
+        )  # fmt: skip
+        self.routes: r.SendRoutes | None = None
+        self._reread = reread
+        self._buffer: Client | None = None
+        self._notes: set[asyncio.Task[None]] = set()
+        self._progress: tuple[object, ...] = ()
 
     async def run(self) -> m.End:
         """Start everything, and return when everything is gone."""
@@ -60,6 +88,8 @@ class Coordinator:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        (self.setup.run_dir / PID).write_text(f"{os.getpid()}\n")
         serving = asyncio.create_task(self.server.serve(self._on_worker))
         try:
             for plan in self.plans.values():
@@ -67,9 +97,13 @@ class Coordinator:
                 self.view.worker(plan.name, plan.kind, "starting", "", {})
             buffer = next(p.address for p in self.plans.values() if p.kind == "buffer")
             client = Client.connect(buffer, FromBuffer, kind="observer", name="coord", incarnation=os.urandom(6).hex(), on_push=self._on_buffer)
+            self._buffer = client
             watching = asyncio.create_task(self._subscribe(client))
+            self._feed_roles(r.Tick())
             await self._until_gone(serving, watching)
             watching.cancel()
+            for note in self._notes:
+                note.cancel()
             client.close()
         finally:
             serving.cancel()
@@ -77,6 +111,7 @@ class Coordinator:
                 if child.poll() is None:
                     child.kill()
             self.server.close()
+            (self.setup.run_dir / PID).unlink(missing_ok=True)
         assert self.end is not None
         return self.end
 
@@ -92,11 +127,12 @@ class Coordinator:
                 for task in (serving, watching):
                     if task.done():
                         task.result()  # a bug there must not go unseen
-                for name, child in self.children.items():
-                    if child.poll() is not None and self.machine.processes[name].phase is not m.Phase.GONE:
+                for name, child in list(self.children.items()):
+                    if child.poll() is not None and self.machine.processes[name].phase not in (m.Phase.GONE, m.Phase.WAITING):
                         self.view.worker(name, self.plans[name].kind, "ended", f"exit code {child.returncode}", {})
-                        self._feed(m.Exited(name, child.returncode))
+                        self._exited(name, child.returncode)
                 self._feed(m.Tick())
+                self._feed_roles(r.Tick())
                 if live and time.monotonic() >= drawn + _DRAW_S:
                     drawn = time.monotonic()
                     live.update(self.view.render(), refresh=True)
@@ -106,43 +142,76 @@ class Coordinator:
                 live.update(self.view.render(), refresh=True)
                 live.stop()
 
+    def _exited(self, name: str, code: int) -> None:
+        self.peers.pop(name, None)
+        self._feed(m.Exited(name, code))
+        if self.plans[name].kind == "train" and self.machine.processes[name].phase is m.Phase.GONE and code == 0:
+            self._feed_roles(r.Done(name))
+
     async def _subscribe(self, client: Client) -> None:
-        request = Subscribe(id=mint(), events=True)
-        try:
-            reply, _ = await client.request(request, deadline_s=self.setup.config.run.start_timeout_s, what="the buffer's counters")
-        except DeadlineExceeded as e:
-            self._feed(m.RunFailed(str(e)))
-        else:
-            self._on_buffer(reply, {})
+        """Again and again: a subscription does not outlive the buffer's process."""
+        heard = False
+        while True:
+            request = Subscribe(id=mint(), events=True)
+            try:
+                reply, _ = await client.request(request, deadline_s=self.setup.config.run.start_timeout_s, what="the buffer's counters")
+            except DeadlineExceeded as e:
+                if not heard:
+                    self._feed(m.RunFailed(str(e)))
+                    return
+                log.warning("%s", e)
+            else:
+                heard = True
+                self._on_buffer(reply, {})
+            await asyncio.sleep(_SUBSCRIBE_S)
 
     def _on_worker(self, peer: Peer, message: Message, arrays: Arrays) -> None:
-        if isinstance(message, WorkerStatus):
-            self.server.send(peer, Ack(id=mint(), cause=message.id))
-            if peer.name in self.plans:
-                self.peers[peer.name] = peer
-                self.view.worker(peer.name, peer.kind, message.phase, message.detail, message.gauges)
-                self._feed(m.HelloSeen(peer.name))
-                if self.machine.processes[peer.name].phase is m.Phase.STOPPING:
-                    self._tell_stop(peer.name)  # again: the first may have been lost
+        if not isinstance(message, WorkerStatus):
+            return
+        self.server.send(peer, Ack(id=mint(), cause=message.id))
+        plan = self.plans.get(peer.name)
+        if plan is None:
+            return
+        self.peers[peer.name] = peer
+        self.view.worker(peer.name, peer.kind, message.phase, message.detail or message.role, message.gauges)
+        self._feed(m.HelloSeen(peer.name, message.phase in ("ready", "working")))
+        if self.machine.processes[peer.name].phase is m.Phase.STOPPING:
+            self._tell_stop(peer.name)  # again: the first may have been lost
+        elif plan.cell:
+            self._feed_roles(r.Heard(peer.name, message.role, message.epoch))
+        elif plan.kind == "sandbox":
+            self._tell_routes(peer)
 
     def _on_buffer(self, message: Message, arrays: Arrays) -> None:
         if isinstance(message, Counters):
-            self.view.counters = message
-            if message.total_steps and message.step >= message.total_steps:
-                self._feed(m.StepsDone())
-            if message.failure:
-                self._feed(m.RunFailed(message.failure))
-            elif message.finished and self._trainers_gone():
-                self._feed(m.RunFinished())
+            self._on_counters(message)
         elif isinstance(message, Events):
             for text in message.lines:
                 event = json.loads(text)
+                if self.knowledge is not None:
+                    self.knowledge.take(time.monotonic(), event["kind"], event["fields"])
                 line = self.view.event(event["kind"], event["fields"])
                 if line and not sys.stderr.isatty():
                     click.echo(line, err=True)
 
-    def _trainers_gone(self) -> bool:
-        return all(self.machine.processes[p.name].phase is m.Phase.GONE for p in self.plans.values() if p.kind == "train")
+    def _on_counters(self, c: Counters) -> None:
+        self.view.counters = c
+        progress = (c.term, c.step, c.published, c.states, c.taken_groups, c.eval_outstanding)
+        if progress != self._progress:
+            self._progress = progress
+            self._feed(m.Progress())
+        if c.total_steps and c.step >= c.total_steps:
+            self._feed(m.StepsDone())
+        if c.failure:
+            self._feed(m.RunFailed(c.failure))
+        elif c.finished and self._core_gone():
+            self._feed(m.RunFinished())
+        self._feed_roles(r.Counted(level(c, self.setup.config.system)))
+
+    def _core_gone(self) -> bool:
+        """The last step is saved, or will never be."""
+        core = self.roles.cells.get(self.roles.core)
+        return core is None or core.trainer is None or self.machine.processes[core.trainer].phase is m.Phase.GONE
 
     def _on_signal(self, number: int) -> None:
         if self.machine.ending is not None:
@@ -153,24 +222,126 @@ class Coordinator:
         click.echo("stopping in order; once more to stop at once", err=True)
         self._feed(m.StopAsked(128 + number))
 
+    def _reload(self) -> None:
+        """Take up the hosts file as it is now: start what is new in it, let go what is not in it any more. What it says of others changes nothing."""
+        try:
+            plans = {p.name: p for p in (self._reread() if self._reread is not None else self.plans.values())}
+        except GyreError as e:
+            log.warning("the hosts file is not taken up: %s", e)
+            return
+        here = {name for name, p in self.machine.processes.items() if not p.expected}
+        core = self.roles.cells.get(self.roles.core)
+        kept = {core.trainer if core is not None else None} | {p.name for p in self.plans.values() if p.kind == "buffer"}
+        if missing := sorted(name for name in here - plans.keys() if name in kept):
+            log.warning("the hosts file is not taken up: it lacks %s, without which the run cannot go on", missing[0])
+            return
+        new = [p for p in plans.values() if p.name not in here]
+        log.info("hosts file: %d processes more, %d fewer", len(new), len(here - plans.keys()))
+        for plan in new:
+            self.plans[plan.name] = plan
+            self._feed(m.Added(m.Process(name=plan.name, kind=plan.kind)))
+        for cell in cells(new):
+            self._feed_roles(r.Joined(cell))
+        for name in here - plans.keys():
+            if not (cell_name := self.plans[name].cell):
+                self._feed(m.Removed(name))
+            elif cell_name in self.roles.cells:
+                self._feed_roles(r.Retired(cell_name))
+
     def _feed(self, event: m.Event) -> None:
         for effect in self.machine.handle(time.monotonic(), event):
             match effect:
+                case m.Start(name, again):
+                    self._start(name, again)
                 case m.TellStop(name):
                     self._tell_stop(name)
                 case m.Terminate(name):
                     self._signal(name, signal.SIGTERM)
                 case m.Kill(name):
-                    log.warning("%s did not end: killed", name)
+                    log.warning("%s did not end, or was silent for too long: killed", name)
                     self._signal(name, signal.SIGKILL)
+                case m.Missing(name, reason):
+                    log.warning("%s %s", name, reason)
+                    if self.plans[name].cell:
+                        over = self.machine.steps_done and self.plans[name].kind == "train"  # silent because it ends
+                        self._feed_roles(r.Done(name) if over else r.Lost(name, reason))
+                case m.GiveUp(name):
+                    log.warning("%s is given up after %d deaths in a row", name, self.machine.processes[name].deaths)
+                    if self.plans[name].cell:
+                        self._feed_roles(r.GivenUp(name))
+                case m.Dump(names, idle_s):
+                    self._dump(names, idle_s)
                 case m.End():
                     self.end = effect
                 case _:
                     assert_never(effect)
+        self.roles.ending = self.machine.ending is not None
+
+    def _feed_roles(self, event: r.Event) -> None:
+        for effect in self.roles.handle(time.monotonic(), event):
+            match effect:
+                case r.SendRole(name, role, epoch, core, core_cell):
+                    if name in self.peers:
+                        order = SetRole(id=mint(), role=role, epoch=epoch, core=core, core_cell=core_cell)
+                        self.server.send(self.peers[name], order)
+                case r.SendRoutes():
+                    self.routes = effect
+                    for name, peer in self.peers.items():
+                        if self.plans[name].kind == "sandbox":
+                            self._tell_routes(peer)
+                case r.Report(fields):
+                    self._note("role", fields)
+                case r.Complain(text):
+                    log.warning("%s", text)
+                case r.Retire(names):
+                    for name in names:
+                        self._feed(m.Removed(name))
+                case _:
+                    assert_never(effect)
+
+    def _start(self, name: str, again: bool) -> None:
+        plan = self.plans[name].again() if again else self.plans[name]
+        self.peers.pop(name, None)
+        if again:
+            log.warning("%s is started again", name)
+        self.children[name] = start(plan, self.logs)
+        self.view.worker(name, plan.kind, "starting", "again" if again else "", {})
+
+    def _note(self, kind: str, fields: dict[str, Any]) -> None:
+        """An event for the run's log, repeated until the buffer has it."""
+        client = self._buffer
+        if client is None:
+            return
+
+        async def send() -> None:
+            try:
+                await client.request(Note(id=mint(), event=kind, fields=fields), deadline_s=self.setup.config.net.request_timeout_s, what="a note")
+            except GyreError as e:
+                log.warning("event %s was not logged: %s", kind, e)
+
+        task = asyncio.create_task(send())
+        self._notes.add(task)
+        task.add_done_callback(self._notes.discard)
+
+    def _dump(self, names: tuple[str, ...], idle_s: float) -> None:
+        """Who does what and who waits for whom, here; stacks, in each process's own log (cli.work has registered the signal)."""
+        log.warning("nothing has progressed for %.0f s; the stacks of all processes are in %s", idle_s, self.logs)
+        log.warning("counters: %s", self.view.counters)
+        for name, (_, phase, detail, gauges) in self.view.workers.items():
+            log.warning("%s: %s %s %s", name, phase, detail, gauges)
+        for text in self.roles.waits():
+            log.warning("%s", text)
+        for name in names:
+            self._signal(name, signal.SIGUSR1)
+
+    def _tell_routes(self, peer: Peer) -> None:
+        if self.routes is not None:
+            self.server.send(peer, Routes(id=mint(), epoch=self.routes.epoch, engines=list(self.routes.engines)))
 
     def _tell_stop(self, name: str) -> None:
-        if name in self.peers and self.machine.ending is not None:
-            self.server.send(self.peers[name], Stop(id=mint(), reason=self.machine.ending.reason))
+        if name in self.peers:
+            reason = self.machine.ending.reason if self.machine.ending is not None else "taken out of the hosts file"
+            self.server.send(self.peers[name], Stop(id=mint(), reason=reason))
 
     def _signal(self, name: str, number: signal.Signals) -> None:
         child = self.children.get(name)

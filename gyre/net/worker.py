@@ -21,7 +21,7 @@ from typing import Final
 from gyre.net.sockets import Client, mint
 from gyre.types import Version
 from gyre.wire.codec import Arrays
-from gyre.wire.messages import FromCoord, Message, SetRole, Stop, WorkerStatus
+from gyre.wire.messages import FromCoord, Message, Routes, SetRole, Stop, WorkerStatus
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,8 @@ class Worker:
         self.exit_code = 0
         self.on_role: Callable[[SetRole], None] = lambda order: None
         self.order: SetRole | None = None  # the newest role command
+        self.on_routes: Callable[[Routes], None] = lambda routes: None
+        self.routes: Routes | None = None  # the newest route table, for gyre-sandbox
         self.cell = self.address = self.role = ""
         self.version: Version | None = None
         self._coord, self._run_id = coord, run_id
@@ -113,6 +115,9 @@ class Worker:
         elif isinstance(message, SetRole) and (self.order is None or message.epoch > self.order.epoch):
             self.order = message
             self.on_role(message)
+        elif isinstance(message, Routes) and (self.routes is None or message.epoch > self.routes.epoch):
+            self.routes = message
+            self.on_routes(message)
 
     async def _heartbeat(self) -> None:
         loop = asyncio.get_running_loop()

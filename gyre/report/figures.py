@@ -42,3 +42,18 @@ def clock(seconds: float) -> str:
     """Seconds as [h:]mm:ss."""
     s = int(seconds)
     return f"{s // 3600}:{s // 60 % 60:02d}:{s % 60:02d}" if s >= 3600 else f"{s // 60:02d}:{s % 60:02d}"
+
+
+def unit(seconds: float) -> tuple[float, str]:
+    """(seconds in it, its word) of the unit in which a length of so many seconds reads well."""
+    return (1.0, "seconds") if seconds < 300 else (60.0, "minutes") if seconds < 3 * 3600 else (3600.0, "hours")
+
+
+def edges(values: Sequence[float], limits: Sequence[float], n: int) -> tuple[list[float], bool]:
+    """The n + 1 edges of n bins that hold `values` (not empty) and reach the `limits`, and whether they are logarithmic: they are where limits lie so
+    far off that linear bins would show nothing of the values."""
+    far, low = max([*values, *limits]), min(values)
+    if low > 0 and far > 15 * sorted(values)[len(values) // 2]:
+        low, high = low * 0.9, far * 1.2
+        return [low * (high / low) ** (i / n) for i in range(n + 1)], True
+    return [(far * 1.03 or 1.0) * i / n for i in range(n + 1)], False

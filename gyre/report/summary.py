@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -100,8 +100,8 @@ _COLUMNS: Final = (
 )  # fmt: skip
 
 
-def drawing(s: dict[str, Any]) -> RenderableType:
-    """The figures for people."""
+def drawing(s: dict[str, Any], width: int) -> RenderableType:
+    """The figures for people, as wide as that."""
     rewards = [r["reward"] for r in s["table"] if r["reward"] is not None]
     head = Text.assemble(("gyre ", "bold"), (s["run_id"], "bold cyan"), f"   {s['steps']} of {s['total_steps']} steps")
     if s["seconds"]["total"] is not None:
@@ -111,11 +111,11 @@ def drawing(s: dict[str, Any]) -> RenderableType:
         text = Text.assemble(
             ("reward", "bold"), f" of the steps, mean of five: first five {_f(s['reward']['first'])}, last ten {_f(s['reward']['last'])}"
         )
-        for i, row in enumerate(chart(moving_average(rewards, 5), 72, 6, 0.0, 1.0)):
+        for i, row in enumerate(chart(moving_average(rewards, 5), max(8, min(72, width - 8)), 6, 0.0, 1.0)):
             text.append(f"\n{'1.0' if i == 0 else '0.0' if i == 5 else '   '} │", style="grey50")
             text.append(row, style="green")
         parts += [text, Text()]
-    parts += [_table(s["table"]), Text()]
+    parts += [_table(s["table"], width), Text()]
     if s["eval"]["before"]:
         parts += [_evals(s["eval"]), Text()]
     st, lp = s["staleness"], s["logprob_diff"]
@@ -129,14 +129,22 @@ def drawing(s: dict[str, Any]) -> RenderableType:
     return Padding(Group(*parts), (0, 1))
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, header_style="grey50", padding=(0, 1))
-    for title, _, _ in _COLUMNS:
-        table.add_column(title, justify="right")
+def _table(rows: list[dict[str, Any]], width: int) -> Table:
+    """The steps, at most _ROWS of them, evenly; as many columns as there is room for."""
     n = len(rows)
     shown = rows if n <= _ROWS else [rows[i * (n - 1) // (_ROWS - 1)] for i in range(_ROWS)]
-    for row in shown:
-        table.add_row(*("–" if row[key] is None else format(row[key], form) for _, key, form in _COLUMNS))
+    table = Table(box=None, header_style="grey50", padding=(0, 1))
+    cells: list[list[str]] = []
+    room = width - 2
+    for title, key, form in _COLUMNS:
+        column = ["–" if row[key] is None else format(row[key], form) for row in shown]
+        room -= 2 + max(map(len, [title, *column]))
+        if room < 0:
+            break
+        table.add_column(title, justify="right")
+        cells.append(column)
+    for line in zip(*cells, strict=True):
+        table.add_row(*line)
     return table
 
 
@@ -157,12 +165,3 @@ def _f(value: float | None) -> str:
 
 def _e(value: float | None) -> str:
     return "–" if value is None else f"{value:.1e}"
-
-
-def print_text(summaries: list[dict[str, Any]]) -> None:
-    """To stdout: a picture on a terminal, the same without colours in a pipe."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
-    for s in summaries:
-        console.print(drawing(s))

@@ -6,9 +6,12 @@ Invariants of every engine (tests/rollout/test_contract.py runs them against eac
   temperature, top-k, top-p (in this order). Greedy (temperature 0) is the point mass: log-prob 0.
 - Draw k of a request depends on (seed, k) alone, so a request continued elsewhere, with `drawn` tokens at the end of its prompt, goes on as it would
   have here, and the other requests of a batch do not matter (beyond float noise in the probabilities).
-- Requests are bounded: `slots` decode together, `queue` wait, more are refused.
+- Requests are bounded: `slots` decode together, `queue` wait, more are refused. Requests that another engine gave back (`moved`) find as much room
+  again, kept for them, and join first.
 - An update with requests in flight is cancel → drain → pause → update → resume: aborts that have arrived come first, then decoding pauses between
   two tokens, weights change, the keys and values in flight are computed anew with them, and decoding goes on. Nothing is kept across versions.
+- Leaving rollout is cancel → drain → pause → sleep: admission closes, everything open is completed as `abort` with what it has, then the weights and
+  all keys and values go. Asleep, an engine has no version and refuses everything as `closing`. Awake again it is `behind` until the next load.
 
 Methods may be called from any thread and do not block; futures are completed by the engine's own thread.
 """
@@ -45,6 +48,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     drawn: int = 0
     stop_ids: Sequence[int] = ()
     min_version: Version = INITIAL
+    moved: bool = False
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -72,8 +76,9 @@ class EngineState(msgspec.Struct, frozen=True):
     version: Version | None
     running: int
     queued: int
-    free: int  # requests that would be taken now
+    free: int  # new requests that would be taken now
     generated: int
+    slots: int = 0  # requests decoded together
 
 
 class Engine(Protocol):
@@ -91,6 +96,18 @@ class Engine(Protocol):
 
     def load(self, version: Version, tensors: list[TensorSpec], data: memoryview) -> Future[None]:
         """Serve these weights from now on; done when it is so. The bytes are the engine's until then. An empty list means: those it has."""
+        ...
+
+    def drain(self) -> Future[None]:
+        """Refuse as `closing` from now on and complete everything open as `abort`; done when nothing is open. Only `wake` opens again."""
+        ...
+
+    def sleep(self) -> Future[None]:
+        """Drain, then hold neither weights nor keys and values; done when it is so. A `load` before `wake` is refused as `closing`."""
+        ...
+
+    def wake(self) -> Future[None]:
+        """Make room for weights again and open, `behind` until the next load. Awake already: only open."""
         ...
 
     def state(self) -> EngineState: ...

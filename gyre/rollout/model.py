@@ -74,6 +74,7 @@ def device_of(name: str) -> str:
 def load_model(table: Model) -> torch.nn.Module:
     """The causal language model at `model.path`, for inference. Raises `UsageError`."""
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -83,7 +84,7 @@ def load_model(table: Model) -> torch.nn.Module:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=getattr(torch, table.dtype), local_files_only=True, use_safetensors=True, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as e:  # whatever transformers says of a directory it cannot read
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:  # whatever transformers says of a directory it cannot read
         lines = str(e).strip().splitlines() or [type(e).__name__]
         raise UsageError("run.toml", f"{table.path} cannot be loaded ({lines[0].rstrip('.')})", _REMEDY, _KEY) from None
     model, info = loaded

@@ -5,6 +5,10 @@ Invariants
   that a slow load is not taken for a death.
 - A request is answered once per message id, and again when that message is repeated (a lost answer); repeated while it runs, it runs once.
 - A client that goes away changes nothing: its requests go on and their answers wait in the memory of answers.
+- The first request of a (new or woken) engine is taken after its version was acknowledged to the trainer that lent it.
+- Told by the coordinator to give its cell to training, it refuses as `closing`, answers what is in flight as `abort` with the tokens had until then,
+  sleeps, and only then says so. Told to roll out it wakes and follows the core that the order names. The newest order counts, in whatever order
+  they come.
 - On stop: requests are refused as `closing`, those in flight are answered with what they have, then the process ends.
 
 Not here: what an engine does (engine.py), how weights travel (gyre/weights/transfer.py).
@@ -18,11 +22,12 @@ import os
 import time
 from collections import OrderedDict
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from gyre.config import Config
+from gyre.errors import DeadlineExceeded
 from gyre.net.endpoints import endpoint
 from gyre.net.sockets import Peer, Server, mint
 from gyre.rollout.engine import INITIAL, Completion, Engine, EngineRefused, EngineRequest
@@ -48,6 +53,10 @@ def open_engine(config: Config) -> Engine:
         from gyre.rollout.scripted import open_scripted
 
         return open_scripted(config)
+    if config.rollout.engine == "paced":
+        from gyre.rollout.paced import open_paced
+
+        return open_paced(config)
     # Threads that spin at barriers cost a shared machine an order of magnitude; OpenMP reads this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from gyre.rollout.torch_engine import open_torch
@@ -74,6 +83,7 @@ class Desk:
         self._jobs: dict[str, _Job] = {}
         self._answers: OrderedDict[str, tuple[Generated, Completion]] = OrderedDict()
         self._idle = asyncio.Event()
+        self.version: Version | None = None  # acknowledged
 
     def handle(self, peer: Peer, message: Message, arrays: Arrays) -> None:
         match message:
@@ -113,7 +123,9 @@ class Desk:
 
     def _submit(self, message: Generate, arrays: Arrays) -> Future[Completion]:
         if self.engine is None:
-            raise EngineRefused("behind", "the engine is loading")
+            raise EngineRefused("behind", "no model is loaded")
+        if self.version is None and self.engine.state().version is not None:
+            raise EngineRefused("behind", "the version loaded is not acknowledged yet")
         return self.engine.submit(
             EngineRequest(
                 request_id=message.request_id,
@@ -124,6 +136,7 @@ class Desk:
                 drawn=message.drawn,
                 stop_ids=message.stop_ids,
                 min_version=message.min_version,
+                moved=message.moved,
             )
         )
 
@@ -150,10 +163,12 @@ class Desk:
             cause=ping.id,
             incarnation=self._server.incarnation,
             cell=self._cell,
-            version=state.version if state else None,
+            version=state.version if state and self.version is not None else None,
             request_ids=[r for r, job in self._jobs.items() if (job.peer.name, job.peer.incarnation) == (peer.name, peer.incarnation)],
             free_slots=state.free if state and state.version is not None else 0,
             context_limit=self.engine.context if self.engine is not None else self._context,
+            slots=state.slots if state else 0,
+            open=len(self._jobs),
         )
 
     async def close(self, deadline_s: float = 5.0) -> None:
@@ -170,9 +185,12 @@ class Desk:
                 log.warning("%d requests were not answered", len(self._jobs))
 
 
-async def run(setup: Setup, worker: Worker, *, follow: bool = True) -> None:
-    """Serve until told to stop. Without `follow`, the model on disk is served as version (0, 0)."""
-    config, cell = setup.config, setup.name or "rollout"
+async def run(setup: Setup, worker: Worker, *, follow: bool = True, auto: bool = False) -> None:
+    """Serve until told to stop.
+
+    Without `follow`, the model on disk is served as version (0, 0); `auto`: asleep, without a model, until the coordinator's first order.
+    """
+    config, cell = setup.config, setup.cell or setup.name or "rollout"
     server = Server.bind(
         setup.bind or endpoint(setup.run_dir, "rollout", setup.name),
         ToRollout,
@@ -181,10 +199,12 @@ async def run(setup: Setup, worker: Worker, *, follow: bool = True) -> None:
         run_id=setup.run_id,
         insecure=config.net.insecure,
     )
+    worker.cell, worker.address = cell, server.address
     desk = Desk(server, cell, config.rollout.context)
+    part = Part(setup, worker, desk, cell, follow=follow, auto=auto)
     tasks = [
         asyncio.create_task(server.serve(desk.handle), name="serve"),
-        asyncio.create_task(_serve_policy(setup, worker, desk, cell, follow), name="policy"),
+        asyncio.create_task(part.run(), name="part"),
         asyncio.create_task(_report(worker, desk), name="report"),
     ]
     stop = asyncio.create_task(worker.stop.wait())
@@ -204,42 +224,96 @@ async def run(setup: Setup, worker: Worker, *, follow: bool = True) -> None:
         server.close()
 
 
-async def _serve_policy(setup: Setup, worker: Worker, desk: Desk, cell: str, follow: bool) -> None:
-    """Open the engine, then keep it at the trainer's newest version; ends only by an error, the engine's death among them."""
-    desk.engine = engine = await asyncio.to_thread(open_engine, setup.config)
-    log.info("%s is ready for a policy", cell)
-    net = setup.config.net
+class Part:
+    """The engine's part in its cell's role: serving the trainer's newest version, or asleep. `run` ends only by an error, the engine's death among
+    them."""
 
-    async def load(version: Version, tensors: list[TensorSpec], data: memoryview) -> None:
-        started = time.monotonic()
+    def __init__(self, setup: Setup, worker: Worker, desk: Desk, cell: str, *, follow: bool, auto: bool) -> None:
+        self._setup, self._worker, self._desk, self._cell, self._follow, self._auto = setup, worker, desk, cell, follow, auto
+        self._ordered = asyncio.Event()
+        worker.on_role = lambda order: self._ordered.set()
+        if worker.order is not None:
+            self._ordered.set()
+
+    async def run(self) -> None:
+        asleep = self._auto
+        if asleep:
+            self._worker.set_role("asleep")
+            await self._ordered.wait()
+        while True:
+            self._ordered.clear()
+            order = self._worker.order
+            if order is not None and order.role == "train":
+                await self._sleep()
+                await self._ordered.wait()
+            else:
+                await self._serve(order.core if order is not None and order.core else self._setup.train)
+
+    async def _sleep(self) -> None:
+        engine, worker = self._desk.engine, self._worker
+        if engine is not None and worker.role != "asleep":
+            worker.set_role("closing")
+            await asyncio.wrap_future(engine.drain())
+            self._desk.version = None
+            await asyncio.wrap_future(engine.sleep())
+            log.info("asleep")
+        worker.version = None
+        worker.set_role("asleep")
+
+    async def _serve(self, core: str) -> None:
+        """Until the next order."""
+        desk, worker = self._desk, self._worker
+        if desk.version is None:
+            worker.set_role("waking")
+        if desk.engine is None:
+            desk.engine = await asyncio.to_thread(open_engine, self._setup.config)
+            log.info("%s is ready for a policy", self._cell)
+        else:
+            await asyncio.wrap_future(desk.engine.wake())
+        following = asyncio.create_task(self._policy(desk.engine, core))
+        stopped = asyncio.wrap_future(desk.engine.stopped)
+        ordered = asyncio.create_task(self._ordered.wait())
+        ends: list[asyncio.Future[Any]] = [following, stopped, ordered]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for future in (stopped, following):
+                if future.done():
+                    future.result()
+        finally:
+            following.cancel()
+            ordered.cancel()
+            await asyncio.gather(following, ordered, return_exceptions=True)
+
+    async def _load(self, version: Version, tensors: list[TensorSpec], data: memoryview) -> None:
+        engine, worker, started = self._desk.engine, self._worker, time.monotonic()
+        assert engine is not None
         await asyncio.wrap_future(engine.load(version, tensors, data))
         log.info("serving version %d.%d after %.2f s", version.term, version.step, time.monotonic() - started)
+        self._desk.version = worker.version = version  # what follows, up to the sending of the acknowledgement, takes no other turn
+        if worker.role != "serving":
+            asyncio.get_running_loop().call_soon(worker.set_role, "serving")
 
-    async def policy() -> None:
-        if not follow:
-            await load(INITIAL, [], memoryview(b""))
+    async def _policy(self, engine: Engine, core: str) -> None:
+        if not self._follow:
+            await self._load(INITIAL, [], memoryview(b""))
             await asyncio.Event().wait()
-        client = PolicyClient(
-            setup.train,
-            load,
-            cell=cell,
-            incarnation=worker.incarnation,
-            run_id=setup.run_id,
-            request_timeout_s=net.request_timeout_s,
-            resend_s=net.resend_s,
-        )
-        await client.run(setup.config.run.start_timeout_s)
-
-    following = asyncio.create_task(policy())
-    stopped = asyncio.wrap_future(engine.stopped)
-    try:
-        await asyncio.wait([following, stopped], return_when=asyncio.FIRST_COMPLETED)
-        for future in (stopped, following):
-            if future.done():
-                future.result()
-    finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+        net = self._setup.config.net
+        while True:
+            client = PolicyClient(
+                core,
+                self._load,
+                cell=self._cell,
+                incarnation=self._worker.incarnation,
+                run_id=self._setup.run_id,
+                request_timeout_s=net.request_timeout_s,
+                resend_s=net.resend_s,
+            )
+            try:
+                await client.run(self._setup.config.run.start_timeout_s)
+            except DeadlineExceeded as e:
+                if self._worker.order is None:
+                    raise
+                log.warning("%s; asking again", e)  # the coordinator knows what has become of the core, and will name another
 
 
 async def _report(worker: Worker, desk: Desk) -> None:
@@ -247,6 +321,9 @@ async def _report(worker: Worker, desk: Desk) -> None:
     while True:
         await asyncio.sleep(STATUS_EVERY_S)
         now = time.monotonic()
+        if worker.role in ("asleep", "closing"):
+            worker.status("ready", worker.role)
+            continue
         if desk.engine is None:
             worker.status("starting", "loading the model")
             continue

@@ -1,7 +1,8 @@
 """What engines inside this process share: one thread that takes turns, and a desk where other threads leave requests.
 
-A turn is, in this order: aborts, updates, joins, one token for each row in flight. So an abort never waits for an update, an update falls between
-two tokens, and a request joins under the weights that decode its first token.
+A turn is, in this order: aborts, orders (updates, sleep, wake) as they were given, joins, one token for each row in flight. So an abort never waits
+for an update, an update falls between two tokens, a request joins under the weights that decode its first token, and when an engine falls asleep
+nothing is open.
 
 Invariants
 - Only the engine's thread touches `rows` and what the hooks use; `_lock` guards the desk.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, Generic, TypeVar
 
@@ -43,9 +45,11 @@ class Row:
 R = TypeVar("R", bound=Row)
 
 
-class _Update:
-    def __init__(self, version: Version, tensors: list[TensorSpec], data: memoryview) -> None:
-        self.version, self.tensors, self.data = version, tensors, data
+class _Order:
+    """What is to happen between two tokens."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.act = act
         self.future: Future[None] = Future()
         self.future.set_running_or_notify_cancel()
 
@@ -64,9 +68,11 @@ class ThreadedEngine(ABC, Generic[R]):
         self._open: dict[str, R] = {}
         self._waiting: deque[R] = deque()
         self._aborts: set[str] = set()
-        self._updates: deque[_Update] = deque()
+        self._orders: deque[_Order] = deque()
         self._generated = 0
-        self._closing = False
+        self._closing = False  # for good
+        self._shut = False  # admission, until the next wake
+        self._asleep = False
         self._stopped: Future[None] = Future()
         self._stopped.set_running_or_notify_cancel()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -92,6 +98,12 @@ class ThreadedEngine(ABC, Generic[R]):
     def _moved(self, source: int, target: int) -> None:
         """`rows[target]` was at position `source`."""
 
+    def _drop(self) -> None:
+        """Hold no weights, and nothing computed with them. No row is in flight."""
+
+    def _restore(self) -> None:
+        """Make room for the weights of the next `_install`."""
+
     def _ended(self, row: R) -> bool:
         """The engine has no more tokens for this row, whatever the last one was."""
         return False
@@ -111,8 +123,8 @@ class ThreadedEngine(ABC, Generic[R]):
             version=self.version,
             context=self.context,
             open_requests=len(self._open),
-            capacity=self._capacity,
-            closing=self._closing,
+            capacity=self._capacity * (2 if request.moved or request.drawn else 1),
+            closing=self._closing or self._shut,
         )
         if request.request_id in self._open:
             raise EngineRefused("error", f"request {request.request_id} is open already")
@@ -127,7 +139,10 @@ class ThreadedEngine(ABC, Generic[R]):
         with self._work:
             self._check(request)  # again: others may have submitted meanwhile
             self._open[request.request_id] = row
-            self._waiting.append(row)
+            if request.moved or request.drawn:
+                self._waiting.insert(sum(r.request.moved or r.request.drawn > 0 for r in self._waiting), row)
+            else:
+                self._waiting.append(row)
             self._work.notify()
         return row.future
 
@@ -138,18 +153,34 @@ class ThreadedEngine(ABC, Generic[R]):
                 self._work.notify()
 
     def load(self, version: Version, tensors: list[TensorSpec], data: memoryview) -> Future[None]:
-        update = _Update(version, tensors, data)
+        return self._order(lambda: self._update(version, tensors, data))
+
+    def drain(self) -> Future[None]:
+        return self._order(lambda: None, shut=True)  # aborts come before orders
+
+    def sleep(self) -> Future[None]:
+        return self._order(self._fall_asleep, shut=True)
+
+    def wake(self) -> Future[None]:
+        return self._order(self._wake_up)
+
+    def _order(self, act: Callable[[], None], *, shut: bool = False) -> Future[None]:
+        order = _Order(act)
         with self._work:
             if self._closing:
                 raise EngineRefused("closing", "this engine is closing")
-            self._updates.append(update)
+            if shut:
+                self._shut = True
+                self._aborts.update(self._open)
+            self._orders.append(order)
             self._work.notify()
-        return update.future
+        return order.future
 
     def state(self) -> EngineState:
         with self._lock:
             n, waiting = len(self._open), len(self._waiting)
-            return EngineState(self.version, n - waiting, waiting, max(0, self._capacity - n), self._generated)
+            free = 0 if self._shut else max(0, self._capacity - n)
+            return EngineState(self.version, n - waiting, waiting, free, self._generated, self._slots)
 
     @property
     def stopped(self) -> Future[None]:
@@ -176,23 +207,23 @@ class ThreadedEngine(ABC, Generic[R]):
     def _turn(self) -> bool:
         """One round; returns False when the engine has closed."""
         with self._work:
-            while not (self._waiting_room() or self._aborts or self._updates or self._closing):
+            while not (self._waiting_room() or self._aborts or self._orders or self._closing):
                 pause_s = self._pause_s()
                 if pause_s == 0 or not self._work.wait(pause_s):
                     break
             aborts, self._aborts = self._aborts, set()
             if self._closing:
                 aborts = set(self._open)
-            updates, closing = list(self._updates), self._closing
+            orders, closing = list(self._orders), self._closing
             if closing:
-                self._updates.clear()
+                self._orders.clear()
         self._abort(aborts)
         if closing:
-            for update in updates:
-                update.future.set_exception(EngineRefused("closing", "this engine is closing"))
+            for order in orders:
+                order.future.set_exception(EngineRefused("closing", "this engine is closing"))
             return False
-        for update in updates:
-            self._update(update)
+        for order in orders:
+            self._obey(order)
         self._join()
         self._decode()
         return True
@@ -204,9 +235,9 @@ class ThreadedEngine(ABC, Generic[R]):
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             self._closing = True
-            futures: list[Future[Any]] = [row.future for row in self._open.values()] + [u.future for u in self._updates]
+            futures: list[Future[Any]] = [row.future for row in self._open.values()] + [o.future for o in self._orders]
             self._open.clear()
-            self._updates.clear()
+            self._orders.clear()
         for future in futures:
             if not future.done():
                 future.set_exception(error)
@@ -221,18 +252,36 @@ class ThreadedEngine(ABC, Generic[R]):
             self._complete(row, "abort")
         self._leave([(i, "abort") for i, row in enumerate(self.rows) if row.request.request_id in request_ids])
 
-    def _update(self, update: _Update) -> None:
-        """Between two tokens."""
+    def _obey(self, order: _Order) -> None:
+        """Between two tokens. A refusal, or weights that do not fit, changed nothing and is told to whoever asked."""
         try:
-            self._install(update.tensors, update.data)
-        except WorkFailed as e:  # nothing was changed; whoever asked must know
-            update.future.set_exception(e)
+            order.act()
+        except (WorkFailed, EngineRefused) as e:
+            order.future.set_exception(e)
         else:
-            with self._lock:
-                self.version = update.version
-            update.future.set_result(None)
+            order.future.set_result(None)
         with self._lock:
-            self._updates.remove(update)
+            self._orders.remove(order)
+
+    def _update(self, version: Version, tensors: list[TensorSpec], data: memoryview) -> None:
+        if self._asleep:
+            raise EngineRefused("closing", "this engine is asleep")
+        self._install(tensors, data)
+        with self._lock:
+            self.version = version
+
+    def _fall_asleep(self) -> None:
+        with self._lock:
+            assert not self._open, "it falls asleep with requests open"
+            already, self.version, self._asleep = self._asleep, None, True
+        if not already:
+            self._drop()
+
+    def _wake_up(self) -> None:
+        if self._asleep:
+            self._restore()
+        with self._lock:
+            self._asleep = self._shut = False
 
     def _join(self) -> None:
         room, first = JOIN_TOKENS, len(self.rows)

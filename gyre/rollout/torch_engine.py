@@ -44,6 +44,8 @@ class TorchEngine(ThreadedEngine[Row]):
         self._prefill_tokens = PREFILL_TOKENS.get(self._device.type, PREFILL_TOKENS["cuda"])
         self._own_attention = use_slots_attention(model)
         self._vocabulary: int = model.get_input_embeddings().num_embeddings
+        self._shapes: list[torch.Size] = []  # of the parameters, while it sleeps
+        self._blank = False  # awake again, and without weights
         self._cache = SlotCache(model.config.get_text_config().num_hidden_layers)
         self._start()
 
@@ -62,8 +64,26 @@ class TorchEngine(ThreadedEngine[Row]):
     def _install(self, tensors: list[TensorSpec], data: memoryview) -> None:
         if tensors:
             install(self._model, unpack(tensors, data))
+            self._blank = False
+        elif self._blank:
+            raise WorkFailed("there are no weights to keep: the engine has slept")
         self._cache.clear()
         self._prefill(range(len(self.rows)))
+
+    def _drop(self) -> None:
+        """Buffers (rotary frequencies and the like: kilobytes that no snapshot brings back) stay."""
+        self._cache.clear()
+        for parameter in self._model.parameters():
+            self._shapes.append(parameter.shape)
+            parameter.data = parameter.data.new_empty(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _restore(self) -> None:
+        for parameter, shape in zip(self._model.parameters(), self._shapes, strict=True):
+            parameter.data = parameter.data.new_empty(shape)
+        self._shapes.clear()
+        self._blank = True
 
     def _joined(self, first: int) -> None:
         self._prefill(range(first, len(self.rows)))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import shlex
 import shutil
 import tempfile
 import time
@@ -50,7 +49,7 @@ from gyre.sandbox.gateway.session import Limits as SessionLimits
 from gyre.sandbox.gateway.session import Outcome, Session
 from gyre.sandbox.grade import grade
 from gyre.sandbox.run_task import printable
-from gyre.sandbox.task import Task, load_task, tighter_s
+from gyre.sandbox.task import Task, command, load_task, tighter_s
 from gyre.types import ENDINGS, Ending, Purpose, Sampling, Ticket
 from gyre.wire.arrays import Array, f32, i32
 from gyre.wire.messages import RolloutEnded
@@ -92,7 +91,7 @@ class Executor:
 
     def __init__(self, config: Config, backend: Backend, router: Router, renderer: Renderer) -> None:
         self._config, self._backend, self._router, self._renderer = config, backend, router, renderer
-        self._harness = shlex.split(config.sandbox.harness)
+        self._harness = command(config.sandbox.harness, "run.toml", "sandbox.harness")
         self._tasks: dict[str, Task] = {}
         self._numbers = itertools.count()
         self._home = _make_home()

@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from gyre.cli import Setup
+from gyre.config import Config
 from gyre.errors import DeadlineExceeded, UsageError
 from gyre.net.sockets import Client, mint
 from gyre.net.worker import Worker
@@ -27,6 +29,7 @@ from gyre.sandbox.gateway.http import CONNECTIONS
 from gyre.sandbox.gateway.render import Renderer
 from gyre.sandbox.gateway.route import Router
 from gyre.sandbox.gateway.template import ChatTemplate
+from gyre.sandbox.paced import open_paced
 from gyre.types import Ticket
 from gyre.wire.messages import FromBuffer, GradingStarted, LeaseRef, LeasesRenewed, LeaseTickets, Refuse, RenewLeases, Tickets
 
@@ -39,6 +42,33 @@ _DESCRIPTORS: Final = 256  # beside those of connections
 async def run(setup: Setup, worker: Worker, drain_s: float = 5.0) -> None:
     """Run tickets until the buffer says that no more are needed, or until told to stop."""
     config = setup.config
+    identity: dict[str, Any] = {"name": setup.name, "incarnation": worker.incarnation, "run_id": setup.run_id, "resend_s": config.net.resend_s}
+    buffer = Client.connect(setup.buffer, FromBuffer, kind="sandbox", **identity)
+    patience_s = max(config.net.request_timeout_s, config.run.start_timeout_s)
+    router = Router.connect(setup.rollouts, config.net.engine_timeout_s, patience_s, **identity)
+    worker.on_routes = router.follow
+    if worker.routes is not None:
+        router.follow(worker.routes)
+    try:
+        async with _executor(config, router) as executor:
+            await _Shell(setup, worker, buffer, executor, router).run(drain_s)
+    finally:
+        router.close()
+        buffer.close()
+
+
+class _Executes(Protocol):
+    """Runs tickets: `Executor`, or one that only plays them."""
+
+    async def execute(self, ticket: Ticket, grading: Callable[[], None]) -> Ended: ...
+
+
+@asynccontextmanager
+async def _executor(config: Config, router: Router) -> AsyncIterator[_Executes]:
+    """What runs tickets, with all that it needs. Raises `UsageError`."""
+    if config.sandbox.backend == "paced":
+        yield open_paced(config, router)
+        return
     if not config.model.path:
         raise UsageError("run.toml", "missing", "give the model directory whose tokenizer and chat template are used", "model.path")
     renderer = Renderer(ChatTemplate.load(Path(config.model.path)))
@@ -49,22 +79,16 @@ async def run(setup: Setup, worker: Worker, drain_s: float = 5.0) -> None:
     await backend.start()
     for note in backend.notes:
         log.warning("%s", note)
-    identity: dict[str, Any] = {"name": setup.name, "incarnation": worker.incarnation, "run_id": setup.run_id, "resend_s": config.net.resend_s}
-    buffer = Client.connect(setup.buffer, FromBuffer, kind="sandbox", **identity)
-    patience_s = max(config.net.request_timeout_s, config.run.start_timeout_s)
-    router = Router.connect(setup.rollouts, config.net.engine_timeout_s, patience_s, **identity)
     executor = Executor(config, backend, router, renderer)
     try:
-        await _Shell(setup, worker, buffer, executor, router).run(drain_s)
+        yield executor
     finally:
         executor.close()
-        router.close()
-        buffer.close()
         await backend.close()
 
 
 class _Shell:
-    def __init__(self, setup: Setup, worker: Worker, buffer: Client, executor: Executor, router: Router) -> None:
+    def __init__(self, setup: Setup, worker: Worker, buffer: Client, executor: _Executes, router: Router) -> None:
         self._setup, self._worker, self._buffer, self._executor, self._router = setup, worker, buffer, executor, router
         self._slots = setup.config.sandbox.slots
         self._running: dict[LeaseRef, asyncio.Task[None]] = {}

@@ -76,6 +76,17 @@ def tighter_s(ours: float, theirs: float | None) -> float:
     return ours if theirs is None else min(ours, theirs)
 
 
+def command(text: str, where: str, key: str) -> list[str]:
+    """The words of a shell-quoted command. Raises `UsageError` if there are none."""
+    try:
+        words = shlex.split(text)
+    except ValueError as e:
+        raise UsageError(where, f"{text!r} cannot be understood ({e})", "mend the quotes", key) from None
+    if not words or "\0" in text:
+        raise UsageError(where, f"{text!r} is no command", "name a program", key)
+    return words
+
+
 def script_argv(file: Path, place: str) -> list[str]:
     """How to run a script that is seen at `place`: itself if it is executable, else through its #! line, else by sh. Raises `UsageError`."""
     try:

@@ -73,11 +73,13 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 def save(directory: Path, learner: Saved, *, term: int, step: int, lr: float, keep: int) -> Path:
     """Write `directory`/step-N, replacing an older one of that step. Of the others the last `keep` - 1 before it remain; later ones are of a life
-    that was given up. Raises `WorkFailed` when the disk fails."""
+    that was given up. Raises `WorkFailed` when the disk fails, or holds a checkpoint of a newer term: then this core was replaced."""
     final = directory / f"step-{step}"
     work = directory / f".step-{step}.tmp"
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        if newer := max((t for _, p in _found(directory) if (t := _term(p)) > term), default=0):
+            raise WorkFailed(f"checkpoint {final} was not written: there are some of term {newer}, a newer core exists")
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         _write(work, learner, State(term=term, step=step, lr=lr))
@@ -111,12 +113,12 @@ def restore(learner: Saved, checkpoint: Checkpoint) -> None:
     learner.read(checkpoint.path)
 
 
-def last_good(directory: Path) -> Checkpoint | None:
-    """The newest whole checkpoint; newer ones that are torn or damaged are skipped, with a message that says why.
+def last_good(directory: Path, before: int | None = None) -> Checkpoint | None:
+    """The newest whole checkpoint (of a step below `before`); newer ones that are torn or damaged are skipped, with a message that says why.
 
     Raises `WorkFailed` when there are checkpoints and none is whole: to begin again at step 0 is the operator's decision.
     """
-    found = sorted(_found(directory), reverse=True)
+    found = sorted(((n, p) for n, p in _found(directory) if before is None or n < before), reverse=True)
     for _, path in found:
         try:
             return verify(path)
@@ -141,6 +143,14 @@ def verify(path: Path) -> Checkpoint:
     if OPTIMIZER not in state.files and not any(Path(name).parts[0] == SHARDS for name in state.files):
         raise ValueError(f"{STATE} does not name {OPTIMIZER}")
     return Checkpoint(path, state)
+
+
+def _term(path: Path) -> int:
+    """The term a checkpoint was written under, 0 if it does not say."""
+    try:
+        return msgspec.json.decode((path / STATE).read_bytes(), type=State).term
+    except (OSError, msgspec.DecodeError):
+        return 0
 
 
 def _found(directory: Path) -> Iterator[tuple[int, Path]]:

@@ -1,24 +1,28 @@
-"""The buffer as the trainer sees it: questions in, answers or exceptions out.
+"""The buffer as a cell's trainer sees it: questions in, answers or exceptions out.
 
 Invariants
 - Every request carries the term; a refusal of one that only the core may make means that a newer core exists, and is `WorkFailed`.
 - An accumulator belongs to (cell, incarnation): when the buffer voids it, `Voided` is raised and `rejoin` begins a new incarnation.
 - The client repeats requests while the buffer is away, so the caller just waits, at most net.request_timeout_s beyond what it asked for.
 
-Not here: what to do about any of it (loop.py).
+Not here: what to do about any of it (loop.py, satellite.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from gyre.config import Config
 from gyre.errors import WorkFailed
-from gyre.net.sockets import Client, mint
+from gyre.net.sockets import mint
 from gyre.train.model import MicroStepData
+from gyre.train.protocols import Claimed, LeftLineage, Requester, Voided
 from gyre.types import Version
 from gyre.wire.codec import Arrays
 from gyre.wire.messages import (
@@ -29,6 +33,7 @@ from gyre.wire.messages import (
     ClaimMicroStep,
     CommitStep,
     Manifest,
+    Member,
     Message,
     MicroStepClaimed,
     Note,
@@ -38,6 +43,7 @@ from gyre.wire.messages import (
     RenewClaims,
     SealStep,
     TermGranted,
+    VoidIncarnations,
 )
 
 log = logging.getLogger(__name__)
@@ -45,36 +51,30 @@ log = logging.getLogger(__name__)
 WAIT_S: Final = 2.0  # how long the buffer may sit on a claim or a seal; below the client's resend_s
 
 
-class Voided(Exception):
-    """The buffer does not count on this incarnation's accumulator any more."""
-
-
-class Claim:
-    """A micro-step to accumulate."""
-
-    def __init__(self, message: MicroStepClaimed, arrays: Arrays) -> None:
-        self.micro_step_id = message.micro_step_id
-        self.data = MicroStepData.from_arrays(message.trajectories, arrays)
-
-
 class Ledger:
-    """One cell's trainer at the buffer. `acquire` comes first."""
+    """One cell's trainer at the buffer. A core begins with `acquire`, a satellite sets `term` to that of the weights it pulled."""
 
-    def __init__(self, client: Client, config: Config, *, cell: str, incarnation: str) -> None:
+    def __init__(self, client: Requester, config: Config, *, cell: str, incarnation: str,
+                 decode: Callable[..., Any] = MicroStepData.from_arrays, mint: Callable[[], str] = mint) -> None:  # fmt: skip
         self.term = 0
         self.incarnation = incarnation
+        self.cell = cell
         self._client = client
-        self._cell = cell
+        self._decode, self._mint = decode, mint
+        self._claim: ClaimMicroStep | None = None  # asked and not answered
         self._life = 0
         self._first = incarnation
         self._timeout_s = config.net.request_timeout_s
         self._renew_s = config.train.claim_ttl_s / 3
         self._voided = False
 
-    async def acquire(self, step: int, *, fresh: bool = False) -> int:
-        """Become the core from the checkpoint at `step`. Returns the run's total of steps."""
-        reply = await self._ask(AcquireTerm(id=mint(), cell=self._cell, step=step, fresh=fresh), "gyre-buffer to grant a term")
+    async def acquire(self, step: int, *, fresh: bool = False, checkpoint_term: int = 0) -> int:
+        """Become the core from the checkpoint at `step`, written under `checkpoint_term`. Returns the run's total of steps. Raises `LeftLineage`."""
+        asked = AcquireTerm(id=self._mint(), cell=self.cell, step=step, fresh=fresh, checkpoint_term=checkpoint_term)
+        reply = await self._ask(asked, "gyre-buffer to grant a term")
         match reply:
+            case Refuse(stale=True):
+                raise LeftLineage(reply.reason)
             case TermGranted():
                 self.term = reply.term
                 return reply.total_steps
@@ -83,23 +83,32 @@ class Ledger:
             case _:
                 raise self._unexpected(reply)
 
-    async def claim(self, step: int) -> Claim | NothingToClaim:
+    async def claim(self, step: int) -> Claimed | NothingToClaim:
         """The next micro-step of `step`, or why there is none now. Raises `Voided`."""
-        message = ClaimMicroStep(id=mint(), term=self.term, step=step, cell=self._cell, incarnation=self.incarnation, wait_s=WAIT_S)
+        message = ClaimMicroStep(id=self._mint(), term=self.term, step=step, cell=self.cell, incarnation=self.incarnation, wait_s=WAIT_S)
         self._check()
-        reply, arrays = await self._request(message, f"a micro-step of step {step}")
+        self._claim = message
+        try:
+            reply, arrays = await self._request(message, f"a micro-step of step {step}")
+        finally:
+            self._claim = None
         match reply:
             case MicroStepClaimed():
-                return Claim(reply, arrays)
+                return Claimed(reply.micro_step_id, self._decode(reply.trajectories, arrays))
             case NothingToClaim():
                 return reply
             case _:
                 raise self._refused(reply)
 
+    def hurry(self) -> None:
+        """Have the claim that waits for a micro-step answered now, with one or without."""
+        if self._claim is not None:
+            self._client.send(msgspec.structs.replace(self._claim, wait_s=0.0))
+
     async def accumulated(self, step: int, micro_step_id: str) -> None:
         """Tell that a claim's gradient is in the accumulator. Raises `Voided`."""
         self._check()
-        message = Accumulated(id=mint(), term=self.term, step=step, micro_step_id=micro_step_id, cell=self._cell, incarnation=self.incarnation)
+        message = Accumulated(id=self._mint(), term=self.term, step=step, micro_step_id=micro_step_id, cell=self.cell, incarnation=self.incarnation)
         reply = await self._ask(message, f"gyre-buffer to note micro-step {micro_step_id}")
         if not isinstance(reply, Ack):
             raise self._refused(reply)
@@ -107,29 +116,41 @@ class Ledger:
     async def seal(self, step: int) -> Manifest | NothingToClaim:
         """Close the step; its manifest, or what is missing for it. Raises `Voided`."""
         self._check()
-        reply = await self._ask(SealStep(id=mint(), term=self.term, step=step, wait_s=WAIT_S), f"the manifest of step {step}")
+        reply = await self._ask(SealStep(id=self._mint(), term=self.term, step=step, wait_s=WAIT_S), f"the manifest of step {step}")
         if isinstance(reply, Manifest | NothingToClaim):
             return reply
         raise self._refused(reply)
 
+    async def void(self, step: int, cells: list[Member], reason: str) -> None:
+        """Give up these accumulators of `step`. Raises `Voided` when the step is over."""
+        message = VoidIncarnations(id=self._mint(), term=self.term, step=step, cells=cells, reason=reason)
+        reply = await self._ask(message, f"gyre-buffer to void {', '.join(c.cell for c in cells)}")
+        if not isinstance(reply, Ack):
+            raise self._refused(reply)
+
+    def abandon(self, step: int) -> None:
+        """Tell, without waiting for an answer, that this cell ends and its accumulator of `step` with it."""
+        own = Member(self.cell, self.incarnation)
+        self._client.send(VoidIncarnations(id=self._mint(), term=self.term, step=step, cells=[own], reason="the cell was told to end"))
+
     async def commit(self, manifest: Manifest, metrics: dict[str, float | None]) -> None:
         """Make the update of a manifest count."""
-        message = CommitStep(id=mint(), term=self.term, step=manifest.step, hash=manifest.hash, metrics=metrics)
+        message = CommitStep(id=self._mint(), term=self.term, step=manifest.step, hash=manifest.hash, metrics=metrics)
         await self._must(message, f"gyre-buffer to commit step {manifest.step}")
 
     async def published(self, version: Version, cells: list[str], seconds: float) -> None:
         """Tell that the engines of `cells` serve `version`."""
-        message = Published(id=mint(), version=version, cells=cells, seconds=seconds)
+        message = Published(id=self._mint(), version=version, cells=cells, seconds=seconds)
         await self._must(message, f"gyre-buffer to note the publication of step {version.step}")
 
     async def checkpoint_saved(self, step: int, path: Path) -> None:
         """Tell that a restart will need nothing before `step`."""
-        message = CheckpointSaved(id=mint(), term=self.term, step=step, path=str(path))
+        message = CheckpointSaved(id=self._mint(), term=self.term, step=step, path=str(path))
         await self._must(message, f"gyre-buffer to note the checkpoint of step {step}")
 
     async def note(self, event: str, **fields: Any) -> None:
         """An event for the run's log."""
-        await self._must(Note(id=mint(), event=event, fields=fields), f"gyre-buffer to log {event}")
+        await self._must(Note(id=self._mint(), event=event, fields=fields), f"gyre-buffer to log {event}")
 
     def rejoin(self) -> None:
         """Begin a new incarnation, with an empty accumulator."""
@@ -141,10 +162,12 @@ class Ledger:
         """Keep the claims' leases alive, until cancelled."""
         while True:
             await asyncio.sleep(self._renew_s)
-            incarnation = self.incarnation
-            message = RenewClaims(id=mint(), term=self.term, cell=self._cell, incarnation=incarnation)
+            term, incarnation = self.term, self.incarnation
+            if term == 0:
+                continue  # has not joined anything
+            message = RenewClaims(id=self._mint(), term=term, cell=self.cell, incarnation=incarnation)
             reply = await self._ask(message, "gyre-buffer to renew claims")
-            if isinstance(reply, Refuse) and incarnation == self.incarnation:
+            if isinstance(reply, Refuse) and (term, incarnation) == (self.term, self.incarnation):
                 self._voided = True
 
     def _check(self) -> None:

@@ -1,15 +1,18 @@
 """The algorithm, on one page.
 
     for step in 1..T:
-        until the step is drained:  claim a micro-step, add the gradient of its numerators
-        seal                        the manifest says what the step consists of
-        divide, clip, AdamW         once, by the step's graded executions
+        until the step is drained:  claim a micro-step, add the gradient of its numerators      (every cell does)
+        seal                        the manifest says what the step consists of, and which cell holds it
+        reduce                      the accumulators of exactly these cells, out of place; who is lost meanwhile is voided, its part claimed again
+        divide, clip, AdamW         once, by the step's graded executions                       (the core alone, from here on)
         commit                      from here on the step counts
+        broadcast                   the new weights to the cells that stay
         every μ steps               publish, while the next step may already be gathering
         every k steps               checkpoint
 
 Departures from textbook policy gradient:
 - Streaming: a step begins with its first groups, and its batch is whatever the ledger's manifest says, not a number known beforehand.
+- Elastic: cells join and leave within a step. The sum of the numerators does not depend on who adds them, nor does the update.
 - Asynchronous: groups were sampled by older policies, mixed even within a trajectory. The ratio to the rollout's own log-probs corrects per token,
   and double-sided importance sampling drops tokens outside [ratio_low, ratio_high] instead of clipping them.
 - Two-level mean: tokens are averaged within an execution and executions within the step, so long executions do not weigh more; an execution without
@@ -19,117 +22,124 @@ Departures from textbook policy gradient:
   not drift on; its number and its learning rate are used up.
 
 Invariants: the weights change between a manifest and its commit, nowhere else. Publications happen in the order of their versions, one at a time.
-What was published is not newer than what was committed.
+What was published or broadcast is not newer than what was committed. No thread, socket, clock but the event loop's: see protocols.py.
 
-Not here: the wire (ledger.py, shell.py), arithmetic (optimizer.py, objective.py).
+Not here: the wire (ledger.py, peers.py, shell.py), arithmetic (optimizer.py, objective.py), a satellite's life (satellite.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from gyre.config import Config
 from gyre.errors import WorkFailed
-from gyre.train import checkpoint
-from gyre.train.ledger import Claim, Ledger, Voided
-from gyre.train.metrics import Board, Stopwatch, step_metrics
-from gyre.train.optimizer import Learner, Update, learning_rate
+from gyre.train.metrics import Stopwatch, Tally, merged, step_metrics
+from gyre.train.optimizer import learning_rate
+from gyre.train.protocols import Claimed, Compute, CoreLedger, Duty, Exchange, Learning, Lost, Publisher, Update, Voided
 from gyre.types import Version
-from gyre.wire.messages import Manifest
+from gyre.wire.messages import Manifest, Member
 
 log = logging.getLogger(__name__)
 
+_LOOK_S: Final = 0.2  # how often a wait for engines looks whether the cell is to roll out itself
 _GRACE_S: Final = 10.0  # for an update under way when the process is told to stop
 
-Compute = Callable[..., Awaitable[Any]]
-"""Runs a function with arguments in the thread that computes."""
 
+class Scalars(Protocol):
+    """Where the numbers of steps are drawn."""
 
-class Publisher(Protocol):
-    """How weights become the policy."""
-
-    async def lend(self, version: Version) -> None:
-        """Copy the weights and offer them to engines; afterwards they may change."""
-
-    async def acknowledged(self, version: Version) -> list[str]:
-        """Wait for the engines that load it. Returns their cells."""
+    def write(self, step: int, numbers: dict[str, float | None]) -> None: ...
 
 
 class Loop:
-    """The core's life from `step` to `total_steps`."""
+    """The core's life from `step` to `total_steps`. `save(term, step, lr)` writes a checkpoint."""
 
     def __init__(
         self,
-        learner: Learner,
-        ledger: Ledger,
+        learner: Learning,
+        ledger: CoreLedger,
         publisher: Publisher,
+        exchange: Exchange,
+        duty: Duty,
         compute: Compute,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        board: Board,
+        save: Callable[[int, int, float], Path],
+        board: Scalars,
         config: Config,
-        directory: Path,
         *,
         step: int,
-        total_steps: int,
         report: Callable[[str, dict[str, float]], None] = lambda detail, gauges: None,
     ) -> None:
         self.step = step
         self.saved = step  # the step of the last checkpoint; a fresh start has none and needs none
         self.dirty = False  # the weights are ahead of the last commit
-        self._learner, self._ledger, self._publisher, self._compute, self._spawn = learner, ledger, publisher, compute, spawn
-        self._board, self._config, self._directory, self._report = board, config, directory, report
-        self._total_steps = total_steps
+        self._learner, self._ledger, self._publisher, self._exchange, self._duty = learner, ledger, publisher, exchange, duty
+        self._compute, self._spawn, self._save, self._board, self._config, self._report = compute, spawn, save, board, config, report
+        self._total_steps = learner.total_steps
         self._published = step
         self._announcement: asyncio.Task[None] | None = None
-        self._watch = Stopwatch()
+        self._watch = Stopwatch(self._now)
 
     async def run(self) -> None:
         """Train until the last step is committed, published and saved."""
         await self._publish()
+        if self._duty.trains:
+            self._duty.phase("training")
         while self.step < self._total_steps:
             await self._one_step(self.step + 1)
-        if self._announcement is not None:
-            await self._announcement
+        await self._announced()
 
     async def _one_step(self, step: int) -> None:
-        manifest = await self._gather(step)
-        finishing = asyncio.ensure_future(self._finish(manifest))
+        self._exchange.opened(self._version)
+        manifest, tally = await self._gather(step)
+        finishing = asyncio.ensure_future(self._finish(manifest, tally))
         try:
             update, metrics = await asyncio.shield(finishing)
         except asyncio.CancelledError:
             await asyncio.wait([finishing], timeout=_GRACE_S)  # told to stop: between update and commit is no place for it
             finishing.cancel()
             raise
-        await self._tell(manifest, update, metrics)
         last = step == self._total_steps
+        await self._broadcast(last)
+        await self._tell(manifest, tally, update, metrics)
         if last or step - self._published >= self._config.system.steps_per_burst:
             await self._publish()
         every = self._config.train.checkpoint_every
         if last or (every and step % every == 0):
             await self._checkpoint(update.lr)
 
-    async def _finish(self, manifest: Manifest) -> tuple[Update, dict[str, float | None]]:
+    async def _finish(self, manifest: Manifest, tally: Tally) -> tuple[Update, dict[str, float | None]]:
         """Update and commit: from the first to the last, the weights are those of no step that counts."""
-        update = await self._update(manifest)
-        metrics = step_metrics(
-            self._learner.tally, manifest.stats, updated=update.updated, grad_norm=update.grad_norm, lr=update.lr, seconds=self._watch.lap()
-        )
+        self._exchange.closing()
+        update = await self._update(manifest, tally)
+        metrics = step_metrics(tally, manifest.stats, updated=update.updated, grad_norm=update.grad_norm, lr=update.lr, seconds=self._watch.lap())
         await self._ledger.commit(manifest, metrics)
         self.step, self.dirty = manifest.step, False
         return update, metrics
 
-    async def _gather(self, step: int) -> Manifest:
-        """Accumulate a step's micro-steps until it is sealed. An accumulator that the buffer gave up is emptied and begun again."""
-        in_vain = 0
+    # --- until the manifest's gradient is whole ---
+
+    async def _gather(self, step: int) -> tuple[Manifest, Tally]:
+        """Accumulate a step's micro-steps until it is sealed and reduced. An accumulator that the buffer gave up is emptied and begun again."""
+        in_vain = attempt = 0
         while True:
-            self._learner.zero()
+            await self._compute(self._learner.zero)
             held: list[str] = []
             try:
-                return await self._fill(step, held)
+                while True:
+                    manifest = await self._fill(step, held)
+                    attempt += 1
+                    try:
+                        return manifest, await self._reduce(manifest, attempt)
+                    except Lost as e:
+                        log.warning("step %d, reduction %d: %s; lost: %s", step, attempt, e, ", ".join(c.cell for c in e.cells) or "none")
+                        if e.cells:
+                            await self._ledger.void(step, e.cells, f"lost in the reduction: {e}")
+                        self._exchange.again()
             except Voided as e:
                 in_vain = 0 if held else in_vain + 1
                 if in_vain > 1:  # a fresh incarnation is refused too: it is not about this one's gradients
@@ -139,9 +149,12 @@ class Loop:
 
     async def _fill(self, step: int, held: list[str]) -> Manifest:
         while True:
+            if not self._duty.trains:
+                await self._rest(step)
             with self._watch.phase("wait"):
                 claim = await self._ledger.claim(step)
-            if isinstance(claim, Claim):
+            self._exchange.idle = not isinstance(claim, Claimed) and not claim.drained
+            if isinstance(claim, Claimed):
                 held.append(claim.micro_step_id)
                 self._report(f"step {step}: micro-step {len(held)}", {"step": step})
                 with self._watch.phase("compute"):
@@ -154,38 +167,88 @@ class Loop:
                 if isinstance(sealed, Manifest):
                     self._compare(sealed, held)
                     return sealed
+                self._exchange.again()
             else:
                 self._report(f"step {step} waits for {claim.waiting_for or 'groups'}", {"step": step})
 
+    async def _rest(self, step: int) -> None:
+        """The cell rolls out: optimizer and accumulator are kept, snapshots go on being lent, nothing is claimed."""
+        self._exchange.idle = True
+        await self._compute(self._learner.sleep)
+        self._duty.phase("idle")
+        self._report(f"step {step} waits for this cell to train", {"step": step})
+        with self._watch.phase("idle"):
+            await self._duty.to_train()
+        self._duty.phase("joining")
+        await self._compute(self._learner.wake)
+        self._duty.phase("training")
+
     def _compare(self, manifest: Manifest, held: list[str]) -> None:
         """The manifest must name exactly what the accumulator holds."""
-        named = sorted(m for entry in manifest.entries if entry.incarnation == self._ledger.incarnation for m in entry.micro_steps)
-        others = [entry.incarnation for entry in manifest.entries if entry.micro_steps and entry.incarnation != self._ledger.incarnation]
-        if named != sorted(held) or others:
-            raise Voided(f"the manifest names {len(named)} of this accumulator's {len(held)} micro-steps, and those of {len(others)} others")
+        own = Member(self._ledger.cell, self._ledger.incarnation)
+        named = sorted(m for e in manifest.entries if Member(e.cell, e.incarnation) == own for m in e.micro_steps)
+        if named != sorted(held):
+            raise Voided(f"the manifest names {len(named)} of this accumulator's {len(held)} micro-steps")
 
-    async def _update(self, manifest: Manifest) -> Update:
+    async def _reduce(self, manifest: Manifest, attempt: int) -> Tally:
+        """The whole step's sums into the learner; returns its tally. Raises `Lost`."""
+        own = Member(self._ledger.cell, self._ledger.incarnation)
+        others = [e.cell for e in manifest.entries if e.micro_steps and Member(e.cell, e.incarnation) != own]
+        if not others:
+            return self._learner.tally
+        started = self._now()
+        with self._watch.phase("reduce"):
+            tallies = await self._exchange.reduce(manifest, own, attempt)
+        self._note("reduced", step=manifest.step, attempt=attempt, cells=[own.cell, *others], seconds=self._now() - started)
+        return merged([self._learner.tally, *tallies])
+
+    # --- what the core does alone ---
+
+    async def _update(self, manifest: Manifest, tally: Tally) -> Update:
         if not any(entry.micro_steps for entry in manifest.entries):
             return Update(False, None, learning_rate(self._config.train, manifest.step, self._total_steps))
+        started = self._now()
         with self._watch.phase("update"):
             self.dirty = True
-            update: Update = await self._compute(self._learner.update, manifest.step, manifest.stats.executions)
+            update: Update = await self._compute(self._learner.update, manifest.step, manifest.stats.executions, tally.trainable)
+        self._note("update", step=manifest.step, seconds=self._now() - started)
         return update
+
+    async def _broadcast(self, finished: bool) -> None:
+        started = self._now()
+        with self._watch.phase("broadcast"):
+            cells = await self._exchange.committed(self._version, finished=finished)
+        if cells:
+            self._note("broadcast", step=self.step, cells=cells, seconds=self._now() - started)
 
     async def _publish(self) -> None:
         """Lend the weights; the rest goes on beside the next step. The publication before must have ended."""
         with self._watch.phase("publish"):
-            if self._announcement is not None:
-                await self._announcement
-            version = Version(self._ledger.term, self.step)
+            await self._announced()
+            version = self._version
             await self._publisher.lend(version)
             self._published = self.step
             self._announcement = self._spawn(self._announce(version))
 
+    async def _announced(self) -> None:
+        """Wait for the publication before. It may be this very cell's engine that it waits for: told to roll out, the cell rests meanwhile."""
+        resting = False
+        while self._announcement is not None and not self._announcement.done():
+            if resting is self._duty.trains:
+                resting = not resting
+                await self._compute(self._learner.sleep if resting else self._learner.wake)
+                self._duty.phase("idle" if resting else "training")
+            await asyncio.wait([self._announcement], timeout=_LOOK_S)
+        if resting and self._duty.trains:
+            await self._compute(self._learner.wake)
+            self._duty.phase("training")
+        if self._announcement is not None:
+            self._announcement.result()
+
     async def _announce(self, version: Version) -> None:
-        started = asyncio.get_running_loop().time()
+        started = self._now()
         cells = await self._publisher.acknowledged(version)
-        seconds = asyncio.get_running_loop().time() - started
+        seconds = self._now() - started
         await self._ledger.published(version, cells, seconds)
         log.info("version %d.%d is the policy of %s after %.2f s", version.term, version.step, ", ".join(cells), seconds)
 
@@ -197,12 +260,25 @@ class Loop:
     def save(self, lr: float | None = None) -> Path:
         """Write a checkpoint of the last committed step."""
         rate = learning_rate(self._config.train, self.step, self._total_steps) if lr is None else lr
-        keep = self._config.train.keep_checkpoints
-        path = checkpoint.save(self._directory, self._learner, term=self._ledger.term, step=self.step, lr=rate, keep=keep)
+        path = self._save(self._ledger.term, self.step, rate)
         self.saved = self.step
         return path
 
-    async def _tell(self, manifest: Manifest, update: Update, metrics: dict[str, float | None]) -> None:
+    # --- telling ---
+
+    @property
+    def _version(self) -> Version:
+        return Version(self._ledger.term, self.step)
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+    def _note(self, event: str, **fields: Any) -> None:
+        """An event for the run's log, off the step's path."""
+        self._spawn(self._ledger.note(event, **fields))
+
+    async def _tell(self, manifest: Manifest, tally: Tally, update: Update, metrics: dict[str, float | None]) -> None:
         """Numbers to TensorBoard and the log, and what an operator must know to the event log."""
         self._board.write(self.step, metrics)
         told = {k: v for k, v in metrics.items() if v is not None}
@@ -213,10 +289,10 @@ class Loop:
         if not update.updated:
             reasons = {
                 "executions": stats.executions,
-                "trainable_tokens": self._learner.tally.trainable,
+                "trainable_tokens": tally.trainable,
                 "discarded_groups": stats.discarded_groups,
                 "uniform_groups": stats.uniform_groups,
-                "gradient_not_finite": int(update.grad_norm is None and self._learner.tally.trainable > 0 and stats.executions > 0),
+                "gradient_not_finite": int(update.grad_norm is None and tally.trainable > 0 and stats.executions > 0),
             }
             log.warning("step %d changed nothing: %s", self.step, ", ".join(f"{k} {v}" for k, v in reasons.items()))
             await self._ledger.note("step_without_update", step=self.step, **reasons)

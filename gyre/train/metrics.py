@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +27,7 @@ from gyre.wire.messages import StepStats
 
 log = logging.getLogger(__name__)
 
-PHASES = ("wait", "compute", "update", "publish", "checkpoint")
+PHASES = ("wait", "compute", "reduce", "update", "broadcast", "publish", "checkpoint", "idle")
 
 
 @dataclass(slots=True)
@@ -85,20 +84,39 @@ class Tally:
         self.all_versions.add(difference_N)
         self.current_version.add(difference_N[versions_N == version])
 
+    def numbers(self) -> list[float]:
+        """As it travels; `merged` reads it."""
+        parts = [x for d in (self.all_versions, self.current_version) for x in (float(d.tokens), d.total, d.largest)]
+        return [float(self.trainable), self.loss_numerator, self.entropy, float(self.outside), *parts]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Tally:
+        """The inverse of `numbers`. Raises `ValueError` for what is no tally."""
+        trainable, loss, entropy, outside, n, total, largest, n_current, total_current, largest_current = numbers
+        both = Difference(int(n), total, largest), Difference(int(n_current), total_current, largest_current)
+        return cls(int(trainable), loss, entropy, int(outside), *both)
+
+
+def merged(tallies: Sequence[Tally]) -> Tally:
+    """The tally of a whole step from those of its cells."""
+    columns = list(zip(*(t.numbers() for t in tallies), strict=True))
+    return Tally.of([max(c) if i in (6, 9) else sum(c) for i, c in enumerate(columns)])
+
 
 class Stopwatch:
-    """Seconds by phase since the last lap."""
+    """Seconds by phase since the last lap, by the given clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._seconds = dict.fromkeys(PHASES, 0.0)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        started = time.monotonic()
+        started = self._clock()
         try:
             yield
         finally:
-            self._seconds[name] += time.monotonic() - started
+            self._seconds[name] += self._clock() - started
 
     def lap(self) -> dict[str, float]:
         seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)

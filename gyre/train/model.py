@@ -157,6 +157,7 @@ class Policy:
 
         Its `source`, whose tokenizer goes into checkpoints, is `config.path` if there is one: a checkpoint it was loaded from may be pruned.
         """
+        from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
@@ -167,7 +168,7 @@ class Policy:
             raise UsageError("run.toml", f"{path} has no config.json", "give a Hugging Face model directory", "model.path")
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, config.dtype), local_files_only=True)
-        except (OSError, ValueError, KeyError, RuntimeError) as e:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:
             first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
             raise UsageError("run.toml", f"{path} cannot be loaded ({first})", "give a complete Hugging Face causal model", "model.path") from e
         return cls(model.to(device_of(config.device)), Path(config.path) if config.path else path, temperature)

@@ -16,18 +16,10 @@ Shapes: N trainable tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
-
-
-class Denominator(StrEnum):
-    """What the sum of an objective's numerators is divided by, once, at the seal."""
-
-    EXECUTIONS = "executions"  # the step's graded executions, those without a trainable token included
 
 
 class TokenLoss(NamedTuple):
@@ -65,15 +57,6 @@ def numerator(values_N: Tensor, execution_trainable_N: Tensor) -> Tensor:
     return (values_N / execution_trainable_N).sum()
 
 
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """A per-token loss with the denominator it declares."""
+Objective = Callable[[Tensor, Tensor, Tensor, float, float], TokenLoss]
 
-    loss: Callable[[Tensor, Tensor, Tensor, float, float], TokenLoss]
-    denominator: Denominator
-
-
-OBJECTIVES: Final[dict[str, Objective]] = {
-    "dis": Objective(dis, Denominator.EXECUTIONS),
-    "grpo": Objective(grpo, Denominator.EXECUTIONS),
-}
+OBJECTIVES: Final[dict[str, Objective]] = {"dis": dis, "grpo": grpo}

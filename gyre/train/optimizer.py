@@ -2,20 +2,19 @@
 
 Invariants
 - Between `zero` and `update` the accumulator holds Σ ∇ numerator over what was accumulated, undivided, in fp32 whatever the weights' type, and
-  the weights do not change.
+  the weights do not change. A reduction over cells writes `totals` and leaves it as it is.
 - The masters are fp32: the model's own parameters if it is fp32, else copies which are rounded into the model after each update.
 - Weight decay spares vectors (norms, biases).
 - What continues a run is named tensors: `{kind}/{parameter}` with kind exp_avg, exp_avg_sq, step and, where the model is not fp32, master; and the
   random state.
 
-Not here: which micro-steps belong to a step (the ledger's), reduction over cells, several ranks (shards.py, which overrides what they change).
+Not here: which micro-steps belong to a step (the ledger's), how cells reduce (group.py), several ranks (shards.py, which overrides what they change).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -27,8 +26,9 @@ from gyre.errors import UsageError, WorkFailed
 from gyre.train.metrics import Tally, detached
 from gyre.train.model import MicroBatch, MicroStepData, Policy, micro_batches
 from gyre.train.objective import OBJECTIVES, numerator
-from gyre.types import Version
-from gyre.weights.snapshot import Snapshot, model_tensors, pack
+from gyre.train.protocols import Update
+from gyre.types import TensorSpec, Version
+from gyre.weights.snapshot import Allocate, Snapshot, install, model_tensors, pack, unpack
 
 OPTIMIZER: Final = "optimizer.safetensors"  # a checkpoint's optimizer as one rank writes it
 SHARDS: Final = "optimizer"  # as several ranks write it: a directory with one file of each
@@ -45,17 +45,10 @@ def learning_rate(train: Train, step: int, total_steps: int) -> float:
     return train.lr_min + (train.lr - train.lr_min) * share
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What an update did. Without one (nothing to learn from, or a gradient that is zero or not finite) weights and moments are as before."""
-
-    updated: bool
-    grad_norm: float | None  # before clipping
-    lr: float
-
-
 class Learner:
     """A policy with its accumulator and optimizer state. Not thread-safe: one thread computes."""
+
+    publish_s = 0.0  # a publication takes at least so long
 
     def __init__(self, policy: Policy, train: Train, total_steps: int) -> None:
         if train.ratio_low >= train.ratio_high:
@@ -87,7 +80,6 @@ class Learner:
 
     @staticmethod
     def _adder(sums: Tensor) -> Callable[[Tensor], None]:
-
         def add(parameter: Tensor) -> None:
             assert parameter.grad is not None
             sums.add_(parameter.grad)
@@ -95,22 +87,34 @@ class Learner:
 
         return add
 
-    @property
-    def sums(self) -> list[Tensor]:
-        """The accumulator, fp32, in the order of the parameters; with several ranks this one's shards of it."""
-        return list(self._sums.values())
-
-    @property
-    def weights(self) -> list[Tensor]:
-        """The weights, each storage once, in the order of the model; with several ranks this one's shards of them."""
-        return list(model_tensors(self.policy.model).values())
-
     def zero(self) -> None:
         """Forget what was accumulated."""
         for s in self._sums.values():
             s.zero_()
         self.totals = None
         self.tally = Tally()
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """The accumulator, fp32, in the order of the parameters."""
+        return list(self._sums.values())
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights, each storage once, in the order of the model."""
+        return list(model_tensors(self.policy.model).values())
+
+    def snapshot(self, version: Version, allocate: Allocate = bytearray) -> Snapshot:
+        """A copy of the weights."""
+        return pack(version, model_tensors(self.policy.model), allocate)
+
+    def install(self, specs: list[TensorSpec], data: memoryview) -> None:
+        """Take the weights of a snapshot; masters follow."""
+        install(self.policy.model, unpack(specs, data))
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                if master is not self.parameters[name]:
+                    master.copy_(self.parameters[name])
 
     def accumulate(self, data: MicroStepData, version: int) -> None:
         """Add a micro-step's gradient of the objective's numerator. `version` is that of the weights."""
@@ -122,7 +126,7 @@ class Learner:
             raise WorkFailed("a trainable token came without the log-prob it was sampled with")
         with torch.set_grad_enabled(batch.learns):
             stats = self._token_stats(batch)
-            losses = self._objective.loss(stats.logprobs_N, batch.old_logprobs_N, batch.advantages_N, self._train.ratio_low, self._train.ratio_high)
+            losses = self._objective(stats.logprobs_N, batch.old_logprobs_N, batch.advantages_N, self._train.ratio_low, self._train.ratio_high)
             total = numerator(losses.loss_N, batch.execution_trainable_N)
         if batch.learns:
             total.backward()  # type: ignore[no-untyped-call]
@@ -137,10 +141,6 @@ class Learner:
             versions_N=batch.versions_N.cpu(),
             version=version,
         )
-
-    def gradient(self, denominator: int) -> dict[str, Tensor]:
-        """The step's gradient: the accumulated numerators divided by the objective's denominator."""
-        return {n: s / denominator for n, s in self._sums.items()}
 
     @torch.no_grad()
     def update(self, step: int, executions: int, trainable: int | None = None) -> Update:
@@ -181,10 +181,6 @@ class Learner:
             if master is not self.parameters[name]:
                 self.parameters[name].copy_(master)
 
-    def snapshot(self, version: Version) -> Snapshot:
-        """A copy of the weights."""
-        return pack(version, model_tensors(self.policy.model))
-
     def write(self, directory: Path) -> None:
         """Write weights and optimizer into a checkpoint that is being made."""
         from safetensors.torch import save_file
@@ -221,6 +217,22 @@ class Learner:
                 master.copy_(value)
             else:
                 self.adam.state[master][kind] = value if kind == "step" else value.to(master.device)
+
+    def sleep(self) -> None:
+        """Leave the device, so that the cell's engine has it. Values stay, bit for bit."""
+        self._move(torch.device("cpu"))
+
+    def wake(self) -> None:
+        """Come back to the device."""
+        self._move(self.policy.device)
+
+    def _move(self, device: torch.device) -> None:
+        """Move storages under their tensors, which hooks and optimizer go on to hold."""
+        moments = [t for state in self.adam.state.values() for t in state.values() if isinstance(t, Tensor) and t.ndim]
+        for t in [*self.policy.model.parameters(), *self.policy.model.buffers(), *self.masters.values(), *self._sums.values(), *moments]:
+            t.data = t.data.to(device)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def set_random_state(tensors: dict[str, Tensor]) -> None:

@@ -15,7 +15,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -29,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from gyre.config import Config
 from gyre.errors import UsageError, WorkFailed
+from gyre.train.group import open_store
 from gyre.train.model import device_of
 
 PLACE: Final = "GYRE_RANK"  # in a follower's environment: rank/ranks@port
@@ -73,8 +73,8 @@ class Follower:
         self.thread.join(_NOTICE_S)
 
 
-class Group:
-    """The process groups of a cell: one for data, one on the CPU for commands."""
+class Ranks:
+    """One rank's process groups: one for data, one on the CPU for commands."""
 
     def __init__(self, config: Config, rank: int, local_rank: int, ranks: int, store: Any) -> None:
         kind = device_of(config.model.device).type
@@ -128,19 +128,14 @@ class Followers(list[Follower]):
             f.end(deadline)
 
 
-def lead(config: Config, followers: Followers) -> Group:
+def lead(config: Config, followers: Followers) -> Ranks:
     """Be rank 0: start the others, unless torchrun did, and wait for them. Raises `UsageError` or `WorkFailed`."""
     if under_torchrun():
         return _as_torchrun_says(config)
     ranks = config.train.ranks
     _set_threads(config, ranks)
-    with socket.socket() as listening:  # torch's own would listen on every interface
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        port = listening.getsockname()[1]
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", port, ranks, True, wait_for_workers=False, master_listen_fd=os.dup(listening.fileno())
-        )
+    store, address = open_store("127.0.0.1")
+    port = int(address.rpartition(":")[2])
     followers += [Follower(r, ranks, port) for r in range(1, ranks)]
     end = time.monotonic() + config.run.start_timeout_s
     while not store.check([f"here/{r}" for r in range(1, ranks)]):
@@ -149,7 +144,7 @@ def lead(config: Config, followers: Followers) -> Group:
         if time.monotonic() > end:
             raise WorkFailed(f"gave up after {config.run.start_timeout_s} s waiting for {ranks - 1} more ranks of this cell to start")
         time.sleep(0.05)
-    return Group(config, 0, 0, ranks, store)
+    return Ranks(config, 0, 0, ranks, store)
 
 
 def several(config: Config) -> bool:
@@ -170,7 +165,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def join(config: Config) -> Group:
+def join(config: Config) -> Ranks:
     """Be a follower. Signals are the leader's to act upon."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -181,14 +176,14 @@ def join(config: Config) -> Group:
     _set_threads(config, ranks)
     store = dist.TCPStore("127.0.0.1", port, ranks, False, timedelta(seconds=config.run.start_timeout_s))  # type: ignore[attr-defined]
     store.set(f"here/{rank}", "")
-    return Group(config, rank, rank, ranks, store)
+    return Ranks(config, rank, rank, ranks, store)
 
 
-def _as_torchrun_says(config: Config) -> Group:
+def _as_torchrun_says(config: Config) -> Ranks:
     rank, local, ranks = (int(os.environ[k]) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     if config.train.ranks not in (1, ranks):
         raise UsageError("--ranks", f"{config.train.ranks}, and torchrun started {ranks}", "leave it out", "train.ranks")
-    return Group(config, rank, local, ranks, None)
+    return Ranks(config, rank, local, ranks, None)
 
 
 def _set_threads(config: Config, ranks: int) -> None:

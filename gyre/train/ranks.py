@@ -32,13 +32,14 @@ from torch import Tensor
 
 from gyre.config import Config
 from gyre.errors import WorkFailed
+from gyre.train.group import open_store
 from gyre.train.metrics import Tally
 from gyre.train.model import MicroStepData, Policy
-from gyre.train.optimizer import Update
-from gyre.train.processes import EXIT_BEREFT, Followers, Group, join, lead
-from gyre.train.shards import Meeting, MeetingFailed, Shards
+from gyre.train.processes import EXIT_BEREFT, Followers, Ranks, join, lead
+from gyre.train.protocols import CollectiveFailed, Compute, Group, Update
+from gyre.train.shards import Shards
 from gyre.types import PackedTrajectory, TensorSpec, Version
-from gyre.weights.snapshot import Snapshot, pack, unpack
+from gyre.weights.snapshot import Allocate, Snapshot, pack, unpack
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,8 @@ class Files(msgspec.Struct, frozen=True, tag=True):
 class Across(msgspec.Struct, frozen=True, tag=True):
     """Reduce to the core cell, or take its weights."""
 
-    meeting: Meeting
+    group: Group
+    deadline_s: float
     weights: bool
 
 
@@ -135,8 +137,8 @@ def perform(shards: Shards, command: Command, tensors: Mapping[str, Tensor] | No
             shards.load(tensors)
         case Files(directory, write):
             (shards.write if write else shards.read)(Path(directory))
-        case Across(meeting, weights):
-            (shards.broadcast if weights else shards.reduce)(meeting)
+        case Across(group, deadline_s, weights):
+            shards.across(group, deadline_s, weights=weights)
         case Rest(asleep):
             (shards.sleep if asleep else shards.wake)()
         case Build() | Pulse() | End():
@@ -152,13 +154,15 @@ class RankedLearner:
     Raises `WorkFailed` from any of them when a rank is lost; then there is nothing left to do but `close`.
     """
 
+    publish_s = 0.0
+
     def __init__(self, config: Config, source: Path, total_steps: int) -> None:
         """Start the followers, unless torchrun did, load the model and share it out. Raises `UsageError` or `WorkFailed`."""
         self.tally = Tally()
         self.total_steps = total_steps
         self._config = config
         self._followers = Followers()
-        self._group: Group | None = None
+        self._group: Ranks | None = None
         self._lock = threading.Lock()
         self._zero = self._broken = False
         self._closed = threading.Event()
@@ -195,7 +199,7 @@ class RankedLearner:
         try:
             self._check()
             yield
-        except MeetingFailed:
+        except CollectiveFailed:  # on all ranks: they are in step
             raise
         except BaseException as e:
             self._broken = True
@@ -253,9 +257,9 @@ class RankedLearner:
         full: dict[str, Tensor] = self._do(Gather(denominator))
         return full
 
-    def snapshot(self, version: Version) -> Snapshot:
+    def snapshot(self, version: Version, allocate: Allocate = bytearray) -> Snapshot:
         """A copy of the weights, gathered."""
-        return pack(version, self._do(Gather()))
+        return pack(version, self._do(Gather()), allocate)
 
     def install(self, specs: list[TensorSpec], data: memoryview) -> None:
         """Take the weights of a snapshot, sharing them out."""
@@ -269,13 +273,13 @@ class RankedLearner:
         """Set the optimizer from a checkpoint that any number of ranks wrote."""
         self._do(Files(str(directory), False))
 
-    def reduce(self, meeting: Meeting) -> None:
-        """Rank by rank, sum the accumulators of the meeting's cells into the core's `totals`. Raises `MeetingFailed`."""
-        self._do(Across(meeting, False))
+    def reduce(self, group: Group, deadline_s: float) -> None:
+        """Rank by rank, sum the accumulators of the group's cells into the core's `totals`. Raises `CollectiveFailed`."""
+        self._do(Across(group, deadline_s, False))
 
-    def broadcast(self, meeting: Meeting) -> None:
-        """Rank by rank, take the core's weights. Raises `MeetingFailed`."""
-        self._do(Across(meeting, True))
+    def broadcast(self, group: Group, deadline_s: float) -> None:
+        """Rank by rank, take the core's weights. Raises `CollectiveFailed`."""
+        self._do(Across(group, deadline_s, True))
 
     def sleep(self) -> None:
         """Leave the devices."""
@@ -299,6 +303,30 @@ class RankedLearner:
         self._group = None
 
 
+class RankedCollective:
+    """What a cell of several ranks does together with others; see `protocols.Collective`. The core keeps the store where all ranks meet."""
+
+    def __init__(self, learner: RankedLearner, compute: Compute) -> None:
+        self._learner, self._compute = learner, compute
+        self._store: Any = None
+
+    def open_store(self, host: str) -> str:
+        """Keep the store where members meet. Returns its address."""
+        self._store, address = open_store(host)
+        return address
+
+    async def reduce(self, group: Group, deadline_s: float) -> None:
+        """See `protocols.Collective`."""
+        await self._compute(self._learner.reduce, group, deadline_s)
+
+    async def broadcast(self, group: Group, deadline_s: float) -> None:
+        """See `protocols.Collective`."""
+        await self._compute(self._learner.broadcast, group, deadline_s)
+
+    def close(self) -> None:
+        """The ranks' groups end with the ranks."""
+
+
 def _is_loss(e: RuntimeError) -> bool:
     """Is it a collective that failed, for want of another rank?"""
     return isinstance(e, dist.DistError) or any(word in str(e) for word in ("gloo", "Gloo", "NCCL", "Connection", "imed out"))
@@ -320,7 +348,7 @@ def follow(config: Config) -> int:
                     pass
                 case _:
                     assert shards is not None, "a learner is built first"
-                    with contextlib.suppress(MeetingFailed):
+                    with contextlib.suppress(CollectiveFailed):
                         perform(shards, command)
     except RuntimeError as e:
         if not _is_loss(e):

@@ -17,12 +17,12 @@ Shapes: N trainable tokens, R rows, T padded length.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,34 +35,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gyre.config import Config
 from gyre.errors import WorkFailed
+from gyre.train.group import TorchCollective
 from gyre.train.metrics import Tally
 from gyre.train.model import MicroBatch, MicroStepData, Policy, TokenStats, micro_batches
 from gyre.train.optimizer import SHARDS, Learner, set_random_state
+from gyre.train.protocols import CollectiveFailed, Group
 from gyre.weights.snapshot import model_tensors
 
 _BACKWARD: Final = 3  # a trajectory to learn from costs so many times one that is only looked at
-
-
-class Meeting(msgspec.Struct, frozen=True):
-    """A group of cells for one collective: who has the same `name` meets at the TCPStore `store` (host:port). Rank 0 is the core."""
-
-    name: str
-    store: str
-    rank: int
-    size: int
-    deadline_s: float
-
-
-def meet(meeting: Meeting) -> Any:
-    """This process's group with the same rank of the other cells. Raises RuntimeError when they do not all come within the deadline."""
-    host, _, port = meeting.store.rpartition(":")
-    limit = timedelta(seconds=meeting.deadline_s)
-    store = dist.PrefixStore(meeting.name, dist.TCPStore(host, int(port), None, False, limit))  # type: ignore[attr-defined]
-    return dist.ProcessGroupGloo(store, meeting.rank, meeting.size, limit)
-
-
-class MeetingFailed(Exception):
-    """A reduction or a broadcast between cells did not complete on some rank; accumulators are as before. The ranks of the cell stay in step."""
 
 
 class _Scorer(torch.nn.Module):
@@ -99,6 +79,8 @@ class Shards(Learner):
         if loaded is not None:
             self._skeleton = loaded.model.to("meta")  # knows how to write the model's files
         super().__init__(scorer.policy, config.train, total_steps)
+        wanted, natural = config.train.backend, "nccl" if mesh.device_type == "cuda" else "gloo"
+        self._collective = TorchCollective(self, None, natural if wanted == "auto" else wanted)
         self._token_stats = scorer
 
     def _master(self, parameter: Tensor) -> Tensor:
@@ -221,51 +203,21 @@ class Shards(Learner):
             if kind != "master":
                 self.adam.state[self.masters[name]][kind] = _local(value)
 
-    def reduce(self, meeting: Meeting) -> None:
-        """Sum the accumulators of this rank and of the same rank of the other cells into the core's `totals`; every accumulator stays as it is.
+    def across(self, group: Group, deadline_s: float, *, weights: bool) -> None:
+        """Reduce accumulators to the core, or take its weights: this rank with the same rank of the other cells, in a group of their own.
 
-        Raises `MeetingFailed` on all ranks of the cell if it failed on one.
+        The ranks of the cell agree whether it succeeded: if not, all of them raise `CollectiveFailed`, and accumulators are as before.
         """
-
-        def add(group: Any) -> None:
-            flat = torch.cat([t.reshape(-1) for t in self.sums]).cpu()
-            group.reduce([flat], dist.ReduceOptions()).wait()  # to the group's rank 0
-            if meeting.rank == 0:
-                parts = torch.split(flat, [t.numel() for t in self.sums])
-                self.totals = [part.view_as(t).to(t.device) for t, part in zip(self.sums, parts, strict=True)]
-
+        why, own = "", replace(group, name=f"{group.name}/{self.rank}")
         try:
-            self._together(meeting, add)
-        except MeetingFailed:
-            self.totals = None
-            raise
-
-    def broadcast(self, meeting: Meeting) -> None:
-        """Copy the core's weights into those of every cell of the meeting, shard by shard. Raises `MeetingFailed`: weights may then be torn."""
-
-        def copy(group: Any) -> None:
-            flat = torch.cat([w.reshape(-1) for w in self.weights]).cpu()
-            group.broadcast([flat], dist.BroadcastOptions()).wait()  # from the group's rank 0
-            with torch.no_grad():
-                for w, part in zip(self.weights, torch.split(flat, [w.numel() for w in self.weights]), strict=True):
-                    w.copy_(part.view_as(w))
-
-        self._together(meeting, copy)
-
-    def _together(self, meeting: Meeting, work: Callable[[Any], None]) -> None:
-        """Do `work` in a group of this rank's own, and agree with the other ranks of the cell whether it succeeded."""
-        why, group = "another rank of this cell failed", None
-        failed = torch.zeros(1)
-        try:
-            group = meet(msgspec.structs.replace(meeting, name=f"{meeting.name}/{self.rank}"))
-            work(group)
-        except RuntimeError as e:  # what torch raises for a peer that is gone, and for a deadline
-            why, failed = str(e).partition("\n")[0], torch.ones(1)
-            if group is not None:
-                group.abort()  # who waits for this member in it is to fail too
+            (self._collective.broadcast_now if weights else self._collective.reduce_now)(own, deadline_s)
+        except CollectiveFailed as e:
+            why = str(e)
+        failed = torch.tensor([float(bool(why))])
         dist.all_reduce(failed, dist.ReduceOp.MAX, self._control)
         if failed.item():
-            raise MeetingFailed(why)
+            self.totals = self.totals if weights else None
+            raise CollectiveFailed(why or "another rank of this cell failed")
 
     def sleep(self) -> None:
         """Leave the device: weights, sums and moments go to the host. Nothing changes in value. On a CPU there is nothing to do."""

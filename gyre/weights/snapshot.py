@@ -15,13 +15,14 @@ torch is imported inside the functions that need it, so that an engine without t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from gyre.errors import WorkFailed
 from gyre.types import TensorSpec, Version
+from gyre.weights.shared import Shared
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,9 @@ TORCH_DTYPES: Final = {
 }
 """safetensors' names → torch's."""
 
+Allocate = Callable[[int], "bytearray | Shared"]
+"""Writable memory of so many bytes."""
+
 
 class Snapshot(msgspec.Struct, frozen=True):
     """The weights of one version: `data[t.offset : t.offset + t.nbytes]` are the bytes of tensor `t` (row-major, little-endian)."""
@@ -51,6 +55,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     tensors: list[TensorSpec]
     data: memoryview
     checksum: str  # blake2b-128 of all bytes, hex
+    memory: str = ""  # where a process of this host may map them
 
     @property
     def nbytes(self) -> int:
@@ -80,17 +85,18 @@ def layout(named: Iterable[tuple[str, str, Iterable[int], int]]) -> tuple[list[T
     return specs, end
 
 
-def pack(version: Version, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
-    """Copy full (unsharded) tensors, from any device, into a snapshot."""
+def pack(version: Version, tensors: Mapping[str, torch.Tensor], allocate: Allocate = bytearray) -> Snapshot:
+    """Copy full (unsharded) tensors, from any device, into a snapshot in memory from `allocate`."""
     import torch
 
     names = {getattr(torch, theirs): ours for ours, theirs in TORCH_DTYPES.items()}
     specs, total = layout((name, names[t.dtype], t.shape, t.numel() * t.element_size()) for name, t in tensors.items())
-    data = bytearray(total)
+    data = allocate(total)
     with torch.no_grad():
         for (_, target), source in zip(_views(specs, data), tensors.values(), strict=True):
             target.copy_(source)
-    return Snapshot(version, specs, memoryview(data).toreadonly(), checksum_of(data))
+    whole = memoryview(data).toreadonly()[:total]
+    return Snapshot(version, specs, whole, checksum_of(whole), data.path if isinstance(data, Shared) else "")
 
 
 def unpack(specs: Iterable[TensorSpec], data: bytes | bytearray | memoryview) -> dict[str, torch.Tensor]:
@@ -98,7 +104,7 @@ def unpack(specs: Iterable[TensorSpec], data: bytes | bytearray | memoryview) ->
     return dict(_views(specs, bytearray(data) if memoryview(data).readonly else data))
 
 
-def _views(specs: Iterable[TensorSpec], data: bytes | bytearray | memoryview) -> Iterable[tuple[str, torch.Tensor]]:
+def _views(specs: Iterable[TensorSpec], data: bytes | bytearray | memoryview | Shared) -> Iterable[tuple[str, torch.Tensor]]:
     import torch
 
     flat = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
@@ -50,6 +50,26 @@ WATCHER_TTL_S: Final = 20.0
 Send = Callable[[Peer, Message, Mapping[str, Array] | None], None]
 
 
+def reader(peer: Peer) -> str:
+    """Who holds a lease on a snapshot: one life of a process."""
+    return f"{peer.name}/{peer.incarnation}"
+
+
+def serve_chunk(store: SnapshotStore, now: float, peer: Peer, message: PullChunk, send: Send, mint: Callable[[], str] = mint) -> None:
+    """Answer a `PullChunk` from `store`."""
+    try:
+        data = store.read(now, reader(peer), message.version, message.offset, message.nbytes)
+    except ValueError as e:
+        send(peer, Refuse(id=mint(), cause=message.id, reason=str(e)), None)
+        return
+    if not isinstance(data, Gone):
+        send(peer, Chunk(id=mint(), cause=message.id, version=message.version, offset=message.offset), {"data": data})
+    elif data.latest is not None:
+        send(peer, SnapshotGone(id=mint(), cause=message.id, latest=data.latest), None)
+    else:
+        send(peer, Refuse(id=mint(), cause=message.id, reason="no weights have been published yet", stale=True), None)
+
+
 class _Watcher(msgspec.Struct):
     peer: Peer
     cause: str  # its last WatchPolicy
@@ -77,6 +97,11 @@ class PolicyServer:
         for watcher in self._watchers.values():
             self._tell(watcher)
 
+    @property
+    def latest(self) -> Snapshot | None:
+        """What is lent."""
+        return self._store.latest
+
     def handle(self, peer: Peer, message: Message) -> bool:
         """Answer `message` if it is one of WatchPolicy, PullChunk, PolicyLoaded; else return False."""
         now = self._clock()
@@ -85,11 +110,11 @@ class PolicyServer:
             case WatchPolicy():
                 self._on_watch(now, peer, message)
             case PullChunk():
-                self._on_pull(now, peer, message)
+                serve_chunk(self._store, now, peer, message, self._send)
             case PolicyLoaded():
                 watcher = self._watcher(now, peer, message.cell)
                 watcher.loaded, watcher.loaded_s = message.version, message.seconds
-                self._store.release(now, self._reader(peer), message.version)
+                self._store.release(now, reader(peer), message.version)
                 self._changed.set()
                 self._send(peer, Ack(id=mint(), cause=message.id), None)
             case _:
@@ -105,6 +130,12 @@ class PolicyServer:
         return watcher
 
     def _on_watch(self, now: float, peer: Peer, message: WatchPolicy) -> None:
+        if message.leaving:
+            watcher = self._watchers.get(message.cell)
+            if watcher is not None and watcher.peer.incarnation == peer.incarnation:
+                del self._watchers[message.cell]
+                self._changed.set()
+            return
         watcher = self._watcher(now, peer, message.cell)
         watcher.cause = message.id
         if message.have is not None and message.have != watcher.loaded:
@@ -117,7 +148,7 @@ class PolicyServer:
         if latest is None:
             return  # the first publication will tell it
         if watcher.loaded != latest.version:
-            self._store.lease(self._clock(), self._reader(watcher.peer), latest.version)
+            self._store.lease(self._clock(), reader(watcher.peer), latest.version)
         self._send(
             watcher.peer,
             PolicyAvailable(
@@ -125,23 +156,6 @@ class PolicyServer:
             ),
             None,
         )
-
-    def _on_pull(self, now: float, peer: Peer, message: PullChunk) -> None:
-        try:
-            data = self._store.read(now, self._reader(peer), message.version, message.offset, message.nbytes)
-        except ValueError as e:
-            self._send(peer, Refuse(id=mint(), cause=message.id, reason=str(e)), None)
-            return
-        if not isinstance(data, Gone):
-            self._send(peer, Chunk(id=mint(), cause=message.id, version=message.version, offset=message.offset), {"data": data})
-        elif data.latest is not None:
-            self._send(peer, SnapshotGone(id=mint(), cause=message.id, latest=data.latest), None)
-        else:
-            self._send(peer, Refuse(id=mint(), cause=message.id, reason="no weights have been published yet", stale=True), None)
-
-    @staticmethod
-    def _reader(peer: Peer) -> str:
-        return f"{peer.name}/{peer.incarnation}"
 
     def loaded(self) -> dict[str, Version | None]:
         """What each engine that watches has acknowledged, by cell."""
@@ -231,6 +245,7 @@ class PolicyClient:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            client.send(WatchPolicy(id=mint(), cell=self._cell, leaving=True))  # else a publication would wait for an engine that sleeps
             client.close()
 
     def _on_push(self, message: Message, arrays: Arrays) -> None:
@@ -267,41 +282,64 @@ class PolicyClient:
 
     async def _pull(self, client: Client, offer: PolicyAvailable) -> bytearray | None:
         """All bytes of a snapshot, verified, or None when it is gone (or the trainer is)."""
-        data = bytearray(offer.nbytes)
-        offsets = iter(range(0, offer.nbytes, self._chunk_bytes))
-        failures: list[str] = []
-
-        async def puller() -> None:
-            for offset in offsets:  # shared: each puller takes the next one
-                failure = await self._pull_chunk(client, offer.version, data, offset)
-                if failure:
-                    failures.append(failure)
-                if failures:
-                    return
-
-        await asyncio.gather(*(puller() for _ in range(PULLS_IN_FLIGHT)))
-        if not failures and await asyncio.to_thread(checksum_of, data) != offer.checksum:
-            failures.append("its bytes do not have its checksum")
-        if failures:
-            log.warning("version %d.%d not loaded: %s", offer.version.term, offer.version.step, failures[0])
+        partial = Partial(offer.version, offer.checksum, bytearray(offer.nbytes))
+        failure = await pull(client, partial, timeout_s=self._timeout_s, chunk_bytes=self._chunk_bytes)
+        if not failure and await asyncio.to_thread(checksum_of, partial.data) != offer.checksum:
+            failure = "its bytes do not have its checksum"
+        if failure:
+            log.warning("version %d.%d not loaded: %s", offer.version.term, offer.version.step, failure)
             return None
-        return data
+        return partial.data
 
-    async def _pull_chunk(self, client: Client, version: Version, data: bytearray, offset: int) -> str:
-        """Fill one chunk of `data`; returns why not, or ""."""
-        nbytes = min(self._chunk_bytes, len(data) - offset)
-        pull = PullChunk(id=mint(), version=version, offset=offset, nbytes=nbytes)
-        try:
-            reply, arrays = await client.request(pull, deadline_s=self._timeout_s, what="a chunk of weights")
-        except DeadlineExceeded as e:
-            return str(e)
-        match reply:
-            case Chunk() if len(arrays["data"]) == nbytes:
-                data[offset : offset + nbytes] = arrays["data"]
-                return ""
-            case SnapshotGone():
-                return f"gone, {reply.latest.term}.{reply.latest.step} replaced it"
-            case Refuse():
-                return reply.reason
-            case _:
-                return f"unexpected answer {type(reply).__name__}"
+
+class Requester(Protocol):
+    """What a pull needs of a `Client`."""
+
+    async def request(
+        self, message: Message, arrays: Mapping[str, Array] | None = None, *, deadline_s: float, what: str
+    ) -> tuple[Message, Arrays]: ...
+
+
+class Partial:
+    """A snapshot's bytes as far as they have come."""
+
+    def __init__(self, version: Version, checksum: str, data: bytearray) -> None:
+        self.version, self.checksum, self.data = version, checksum, data
+        self.done: set[int] = set()  # offsets of the chunks that are there
+
+
+async def pull(client: Requester, partial: Partial, *, timeout_s: float, chunk_bytes: int = CHUNK_BYTES) -> str:
+    """Pull the chunks that are missing, each repeated for `timeout_s`. Returns "", or why not all came; then it may be called again."""
+    offsets = iter([o for o in range(0, len(partial.data), chunk_bytes) if o not in partial.done])
+    failures: list[str] = []
+
+    async def puller() -> None:
+        for offset in offsets:  # shared: each puller takes the next one
+            failure = await _pull_chunk(client, partial, offset, chunk_bytes, timeout_s)
+            if failure:
+                failures.append(failure)
+            if failures:
+                return
+
+    await asyncio.gather(*(puller() for _ in range(PULLS_IN_FLIGHT)))
+    return failures[0] if failures else ""
+
+
+async def _pull_chunk(client: Requester, partial: Partial, offset: int, chunk_bytes: int, timeout_s: float) -> str:
+    nbytes = min(chunk_bytes, len(partial.data) - offset)
+    message = PullChunk(id=mint(), version=partial.version, offset=offset, nbytes=nbytes)
+    try:
+        reply, arrays = await client.request(message, deadline_s=timeout_s, what="a chunk of weights")
+    except DeadlineExceeded as e:
+        return str(e)
+    match reply:
+        case Chunk() if len(arrays["data"]) == nbytes:
+            partial.data[offset : offset + nbytes] = arrays["data"]
+            partial.done.add(offset)
+            return ""
+        case SnapshotGone():
+            return f"gone, {reply.latest.term}.{reply.latest.step} replaced it"
+        case Refuse():
+            return reply.reason
+        case _:
+            return f"unexpected answer {type(reply).__name__}"

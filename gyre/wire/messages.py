@@ -158,12 +158,14 @@ class RolloutEnded(Message, frozen=True, kw_only=True):
 class AcquireTerm(Message, frozen=True, kw_only=True):
     """A core starts from a checkpoint at `step` and asks for a new term; steps above it are replayed. Answered by `TermGranted`.
 
-    `fresh`: it means to begin a run, and is refused where steps are committed already.
+    `fresh`: it means to begin a run, and is refused where steps are committed already. `checkpoint_term`: in which the checkpoint was written (0: not
+    told); one of a lineage that was left since is refused as stale, another may do.
     """
 
     cell: str
     step: int
     fresh: bool = False
+    checkpoint_term: int = 0
 
 
 class TermGranted(Message, frozen=True, kw_only=True):
@@ -267,6 +269,26 @@ class Manifest(Message, frozen=True, kw_only=True):
     hash: str
 
 
+class Member(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """One life of a cell's trainer, as a taker-part in a step."""
+
+    cell: str
+    incarnation: str
+
+
+class VoidIncarnations(Message, frozen=True, kw_only=True):
+    """These accumulators are lost: queue again all that they hold of `step`, and refuse them from now on. A sealed step opens again.
+
+    The core sends it for cells that failed the reduction, a cell for itself when it leaves a step that cannot end yet. Idempotent; answered by `Ack`
+    or `Refuse(stale)`.
+    """
+
+    term: int
+    step: int
+    cells: list[Member]
+    reason: str
+
+
 class CommitStep(Message, frozen=True, kw_only=True):
     """The core has updated. Idempotent by (term, step, hash). `metrics` goes to the event log. Answered by `Ack` or `Refuse`."""
 
@@ -317,6 +339,9 @@ class Counters(Message, frozen=True, kw_only=True):
     eval_outstanding: int
     finished: bool  # all steps committed, the last policy published, its evaluation graded
     failure: str = ""  # not "": the run cannot go on, and why
+    ready_groups: int = 0  # complete and not yet taken by a step
+    taken_groups: int = 0  # of the open step
+    publications: int = 0  # so far, the first included
 
 
 class Events(Message, frozen=True, kw_only=True):
@@ -345,6 +370,7 @@ class Generate(Message, frozen=True, kw_only=True):
     seed: int
     drawn: int = 0
     stop_ids: list[int] = []  # beside the model's own end-of-turn ids
+    moved: bool = False  # another engine gave it back, maybe before its first token: it goes into the room kept for such
 
 
 class Abort(Message, frozen=True, kw_only=True):
@@ -394,16 +420,22 @@ class Pong(Message, frozen=True, kw_only=True):
     request_ids: list[str]
     free_slots: int
     context_limit: int
+    slots: int = 0  # requests decoded together (0: not said)
+    open: int = 0  # requests of all clients, decoding or waiting
 
 
 # --- gyre-rollout <-> gyre-train (weights) -----------------------------------------------------------------------------------------------
 
 
 class WatchPolicy(Message, frozen=True, kw_only=True):
-    """An engine asks to be told of every policy. Answered at once, and then at every publication, by `PolicyAvailable`."""
+    """An engine asks to be told of every policy. Answered at once, and then at every publication, by `PolicyAvailable`.
+
+    `leaving`: it sleeps now, no publication is to wait for it. Not answered.
+    """
 
     cell: str
     have: Version | None = None
+    leaving: bool = False
 
 
 class PolicyAvailable(Message, frozen=True, kw_only=True):
@@ -446,6 +478,81 @@ class PolicyLoaded(Message, frozen=True, kw_only=True):
     seconds: float
 
 
+# --- gyre-train (satellite) <-> gyre-train (core) ----------------------------------------------------------------------------------------
+
+
+class JoinStep(Message, frozen=True, kw_only=True):
+    """A cell asks for the open step's weights. Answered by `StepOffer`, or by `Hold` after `wait_s`. `host` is the kernel's boot id."""
+
+    cell: str
+    incarnation: str
+    host: str
+    wait_s: float
+
+
+class StepOffer(Message, frozen=True, kw_only=True):
+    """The weights of the open step, which is number `version.step` + 1: pull their chunks, or map `memory` (a path, "" if on another host)."""
+
+    version: Version
+    tensors: list[TensorSpec]
+    nbytes: int
+    checksum: str  # blake2b-128 of all bytes, hex
+    memory: str = ""
+
+
+class AttendStep(Message, frozen=True, kw_only=True):
+    """Nothing is left to claim: this cell waits for the step's end, its accumulator holding exactly `micro_steps`.
+
+    Answered by `ReduceOrder`, `StepEnded`, or `Hold` after `wait_s`; by `Refuse(stale)` under another term. `attempt` is the last reduction in
+    which it took part (0: none) and `failed` why that failed for it: so this is the answer to a `ReduceOrder` too. `tally`: sums for metrics.
+    """
+
+    term: int
+    step: int
+    cell: str
+    incarnation: str
+    micro_steps: list[str]
+    tally: list[float]
+    wait_s: float
+    attempt: int = 0
+    failed: str = ""
+    leaving: bool = False
+
+
+class ReduceOrder(Message, frozen=True, kw_only=True):
+    """Reduce your accumulator to the core (the roster's first), out of place, in the group `group` that meets at `store`, within `deadline_s`."""
+
+    term: int
+    step: int
+    attempt: int
+    hash: str  # of the manifest
+    roster: list[Member]
+    group: str
+    store: str
+    deadline_s: float
+
+
+class StepEnded(Message, frozen=True, kw_only=True):
+    """The step is committed: zero the accumulator. `version` is that of the new weights, broadcast to `roster` if it is not empty; else join again.
+
+    `finished`: it was the run's last.
+    """
+
+    version: Version
+    roster: list[Member]
+    group: str = ""
+    store: str = ""
+    deadline_s: float = 0.0
+    finished: bool = False
+
+
+class Hold(Message, frozen=True, kw_only=True):
+    """Nothing for this cell now: claim again, then ask again. `idle`: the step cannot end now, its groups are missing or the core rolls out."""
+
+    waiting_for: str = ""
+    idle: bool = False
+
+
 # --- workers <-> gyre-coord --------------------------------------------------------------------------------------------------------------
 
 
@@ -468,6 +575,22 @@ class Stop(Message, frozen=True, kw_only=True):
     reason: str
 
 
+class Route(msgspec.Struct, frozen=True, array_like=True):
+    """One engine of the route table. `open`: it takes calls. Of two alike the higher `rank` is preferred: it will stay longer."""
+
+    cell: str
+    address: str
+    rank: int
+    open: bool
+
+
+class Routes(Message, frozen=True, kw_only=True):
+    """All engines there are. A gateway takes up the highest `epoch`; the table is advice, an engine alone decides what it admits."""
+
+    epoch: int
+    engines: list[Route]
+
+
 class SetRole(Message, frozen=True, kw_only=True):
     """What a cell is to be. Idempotent by `epoch`, which only grows: a worker takes up the highest and reports it in its status.
 
@@ -484,7 +607,7 @@ class SetRole(Message, frozen=True, kw_only=True):
 
 ToBuffer = (
     Hello | Note | LeaseTickets | RenewLeases | GradingStarted | RolloutEnded
-    | AcquireTerm | ClaimMicroStep | RenewClaims | Accumulated | SealStep | CommitStep | Published | CheckpointSaved
+    | AcquireTerm | ClaimMicroStep | RenewClaims | Accumulated | SealStep | VoidIncarnations | CommitStep | Published | CheckpointSaved
     | Subscribe
 )  # fmt: skip
 FromBuffer = (
@@ -493,18 +616,18 @@ FromBuffer = (
 )  # fmt: skip
 ToRollout = Hello | Generate | Abort | Ping
 FromRollout = Welcome | Refuse | HelloRequired | Generated | EngineRefuse | Pong
-ToTrain = Hello | WatchPolicy | PullChunk | PolicyLoaded
-FromTrain = Welcome | Refuse | HelloRequired | Ack | PolicyAvailable | Chunk | SnapshotGone
+ToTrain = Hello | WatchPolicy | PullChunk | PolicyLoaded | JoinStep | AttendStep
+FromTrain = Welcome | Refuse | HelloRequired | Ack | PolicyAvailable | Chunk | SnapshotGone | StepOffer | ReduceOrder | StepEnded | Hold
 ToCoord = Hello | Note | WorkerStatus
-FromCoord = Welcome | Refuse | HelloRequired | Ack | Stop | SetRole
+FromCoord = Welcome | Refuse | HelloRequired | Ack | Stop | SetRole | Routes
 
 DIRECTIONS: Final[dict[str, Any]] = {
     "any -> gyre-buffer": ToBuffer,
     "gyre-buffer -> any": FromBuffer,
     "gyre-sandbox -> gyre-rollout": ToRollout,
     "gyre-rollout -> gyre-sandbox": FromRollout,
-    "gyre-rollout -> gyre-train": ToTrain,
-    "gyre-train -> gyre-rollout": FromTrain,
+    "gyre-rollout, gyre-train -> gyre-train": ToTrain,
+    "gyre-train -> gyre-rollout, gyre-train": FromTrain,
     "any worker -> gyre-coord": ToCoord,
     "gyre-coord -> any worker": FromCoord,
 }

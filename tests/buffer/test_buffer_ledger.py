@@ -103,6 +103,16 @@ def test_a_torn_tail_of_the_log_is_left_alone_by_readers_and_mended_by_the_write
     assert list(EventReader(tmp_path / "none").events()) == []
 
 
+@pytest.mark.parametrize("line", [b'{"seq": "one"}\n', b"\xff\xfe\x00\n", b"\n"])
+def test_a_damaged_event_log_is_one_line(tmp_path: Path, line: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "events.jsonl"
+    good = encode(Event(seq=0, t_wall=0.0, t_mono=0.0, proc="b", cause="", kind="k")).encode() + b"\n"
+    path.write_bytes(good + line)
+    with pytest.raises(UsageError, match="its last line is damaged"):
+        EventWriter(path)
+    assert [e.seq for e in EventReader(path).events()] == [0] and "left out 1 damaged lines" in caplog.text
+
+
 def test_a_log_of_one_torn_line_starts_over(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"schema"')

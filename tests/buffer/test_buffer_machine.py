@@ -495,6 +495,35 @@ def test_a_core_that_starts_from_an_older_checkpoint_replays_the_same_groups(wor
     assert isinstance(wd.one(w.AcquireTerm(id="a", cell="core", step=5)), w.Refuse)
 
 
+def test_a_checkpoint_of_a_lineage_that_was_left_is_refused_as_stale(world):
+    wd = start(world, train__steps=6)
+
+    def acquire(step, term):
+        return wd.one(w.AcquireTerm(id=wd.id(), cell="core", step=step, checkpoint_term=term))
+
+    def train(step):
+        wd.finish_all()
+        wd.train(step, incarnation=f"i{wd.machine.state.meta.term}")
+        wd.publish(step)
+
+    train(1)
+    train(2)
+    assert acquire(1, 1).term == 2  # a core that was stopped after step 2 of term 1 is replaced, wakes and writes its checkpoint of step 2
+    late = acquire(2, 1)
+    assert isinstance(late, w.Refuse) and late.stale, "not committed in this lineage"
+    wd.publish(1)
+    train(2)
+    late = acquire(2, 1)
+    assert isinstance(late, w.Refuse) and late.stale, "committed again since, under another term"
+    assert acquire(1, 1).term == 3, "an older one, of before, will do"
+    wd.publish(1)
+    train(2)
+    assert acquire(2, 3).term == 4
+    assert acquire(2, 3).term == 5, "nothing was done since"
+    ahead = acquire(5, 9)
+    assert isinstance(ahead, w.Refuse) and not ahead.stale, "of another ledger"
+
+
 def test_staleness_of_a_publication_offered_and_trained(world):
     wd = start(world, system__target_staleness=1.0, system__rollouts_per_group=1)
     wd.finish_all()  # four groups of version 0

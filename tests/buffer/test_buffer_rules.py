@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -149,3 +150,15 @@ def test_a_task_set_names_what_is_missing(tmp_path):
     (task / "task.toml").write_text("[metadata")
     with pytest.raises(UsageError, match=r"task\.toml: cannot be read"):
         load_task_set(str(tmp_path), "", 0)
+
+
+def test_held_out_tasks_are_taken_evenly_over_their_names(tmp_path: Path) -> None:
+    for kind in ("a", "b"):
+        for n in range(4):
+            directory = tmp_path / f"{kind}{n}"
+            (directory / "tests").mkdir(parents=True)
+            (directory / "instruction.md").write_text("do it")
+            (directory / "task.toml").write_text("")
+            (directory / "tests" / "test.sh").write_text("true")
+    names = [[Path(t.path).name for t in load_task_set(str(tmp_path), str(tmp_path), n).heldout] for n in (0, 2, 4, 99)]
+    assert names[1:3] == [["a0", "b0"], ["a0", "a2", "b0", "b2"]] and names[0] == names[3] and len(names[0]) == 8

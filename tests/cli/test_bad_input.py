@@ -94,6 +94,18 @@ def test_a_missing_file(gyre: Command, argv: list[str], words: list[str]) -> Non
     assert all(w in line for w in words), line
 
 
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--harness-cmd", "'a"], 'error: --harness-cmd: "\'a" cannot be understood (No closing quotation); mend the quotes'),
+        (["--harness-cmd", " "], "error: --harness-cmd: ' ' is no command; name a program"),
+        (["--fail-under", "nan"], "error: --fail-under: nan compares with nothing; give a number"),
+    ],
+)
+def test_a_harness_or_a_bound_that_is_none(gyre: Command, tmp_path: Path, argv: list[str], words: str) -> None:
+    assert error(gyre("task", "run", task(tmp_path / "task"), *argv)).startswith(words)
+
+
 @pytest.mark.parametrize("argv", [["buffer"], ["task", "run"], ["task", "check"]], ids="-".join)
 def test_a_task_without_tests(gyre: Command, tmp_path: Path, argv: list[str]) -> None:
     """The buffer refuses it before a sandbox ever sees it."""

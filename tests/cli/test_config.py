@@ -75,3 +75,16 @@ def test_every_key_is_described_and_read_somewhere() -> None:
     for key in config.all_keys():
         assert key.description.endswith("."), key.dotted
         assert f".{key.name}" in code or f'"{key.name}"' in code, f"nothing reads {key.dotted}"
+
+
+def test_a_workloads_system_counts_below_the_file(tmp_path: Path) -> None:
+    workload = Path(__file__).resolve().parents[2] / "examples" / "workloads" / "nl2repo-122b.toml"
+    file = tmp_path / "run.toml"
+    file.write_text(f'[run]\nworkload = "{workload}"\n[system]\ngroups_per_step = 4\n')
+    resolved = config.load(file)
+    system = resolved.config.system
+    assert (system.groups_per_step, system.rollouts_per_group, system.target_staleness, resolved.config.rollout.slots) == (4, 16, 1.0, 140)
+    assert resolved.origins["system.groups_per_step"] == str(file) and resolved.origins["rollout.slots"] == str(workload)
+    (tmp_path / "bad.toml").write_text("[system]\ncels = 8\n")
+    with pytest.raises(UsageError, match=r"bad\.toml"):
+        config.load(None, [f'run.workload="{tmp_path / "bad.toml"}"'])

@@ -134,6 +134,9 @@ def test_dump_and_report_of_a_run(refused: str, tmp_path: Path) -> None:
     assert done.returncode == 0 and json.loads(done.stdout)["reward"]["last"] == 1.0, done.stderr
     done = slim(refused, "gyre-report", run_dir)
     assert done.returncode == 0 and "1 consumed" in done.stdout, done.stderr
+    for form in ("html", "svg", "png"):
+        done = slim(refused, "gyre-report", run_dir, "--format", form, "-o", tmp_path / "out")
+        assert done.returncode == 2 and "pip install 'gyre[report]'" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_what_needs_no_model(refused: str, tmp_path: Path) -> None:

@@ -99,3 +99,44 @@ def test_a_run_that_another_coordinator_has_keeps_its_configuration(tmp_path: Pa
 
     asyncio.run(run())
     assert (setup.run_dir / "run.toml").read_text() == "[train]\nsteps = 3\n"
+
+
+# Works for a moment, then hangs with its loop blocked; says where when it is asked.
+HUNG = """
+import asyncio, faulthandler, signal, sys, time
+from gyre.net.worker import Worker
+
+async def main():
+    faulthandler.register(signal.SIGUSR1)
+    async with Worker(sys.argv[1], kind="sandbox", name="box", run_id=sys.argv[2]) as worker:
+        worker.status("working", "soon to hang")
+        await asyncio.sleep(2.5)
+        def waiting_for_godot():
+            time.sleep(8)
+        waiting_for_godot()
+
+asyncio.run(main())
+"""
+
+
+def test_no_progress_dumps_stacks_into_the_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Pains 4: who hangs, and where, is in the logs; the silent process is killed and started again."""
+    setup = setup_of(tmp_path / "run", "run.stall_s=4.5", "net.engine_timeout_s=1.5")
+    box = plan("box", "sandbox", HUNG, endpoint(setup.run_dir, "coord"), setup.run_id)
+    failing = plan("core", "train", "import time; time.sleep(12); raise SystemExit(1)")
+    buffer = plan("buffer", "buffer", "import time; time.sleep(60)", address=endpoint(setup.run_dir, "buffer"))
+    assert see_through(setup, buffer, failing, box).culprit == "core"
+    assert "waiting_for_godot" in (setup.run_dir / "logs" / "box.log").read_text()
+    assert "nothing has progressed for" in caplog.text and "box: working soon to hang" in caplog.text
+    assert "box is silent for" in caplog.text and "box is started again" in caplog.text
+
+
+def test_what_dies_after_it_worked_is_started_again(tmp_path: Path) -> None:
+    """A sandbox that worked and dies is back within a second or two; one that never worked ends the run (pains 33)."""
+    mortal = HUNG.replace("waiting_for_godot()\n\nasyncio", "raise SystemExit(1)\n\nasyncio")
+    setup = setup_of(tmp_path / "run")
+    box = plan("box", "sandbox", f"open('{tmp_path}/lives', 'a').write('x')\n" + mortal, endpoint(setup.run_dir, "coord"), setup.run_id)
+    failing = plan("core", "train", "import time; time.sleep(12); raise SystemExit(1)")
+    buffer = plan("buffer", "buffer", "import time; time.sleep(60)", address=endpoint(setup.run_dir, "buffer"))
+    assert see_through(setup, buffer, failing, box) == End(1, "core ended with exit code 1", "core")
+    assert len((tmp_path / "lives").read_text()) >= 2

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from gyre.coord.machine import (
     KILL_S,
+    RESTARTS,
     STOP_S,
+    Added,
+    Dump,
     End,
     Exited,
+    GiveUp,
     HelloSeen,
     Kill,
     Machine,
+    Missing,
+    Phase,
     Process,
+    Progress,
+    Removed,
     RunFailed,
     RunFinished,
+    Start,
     StepsDone,
     StopAsked,
     TellStop,
@@ -23,10 +32,11 @@ from gyre.coord.machine import (
 NAMES = {"buffer": "buffer", "core": "train", "cell": "rollout", "box": "sandbox"}
 
 
-def up() -> Machine:
-    m = Machine([Process(name=n, kind=k) for n, k in NAMES.items()], now=0.0, start_timeout_s=60.0)
-    for name in NAMES:
-        assert m.handle(1.0, HelloSeen(name)) == []
+def up(worked: bool = False, **more: str) -> Machine:
+    names = NAMES | more
+    m = Machine([Process(name=n, kind=k) for n, k in names.items()], now=0.0, start_timeout_s=60.0, silent_s=1e3, stall_s=1e4)
+    for name in names:
+        assert m.handle(1.0, HelloSeen(name, worked)) == []
     return m
 
 
@@ -68,10 +78,53 @@ def test_a_worker_that_dies_ends_the_run() -> None:
     assert m.handle(5.0, Exited("buffer", 0)) == [End(1, "cell ended with exit code 70", "cell")]
 
 
-def test_killed_and_early_ends_are_failures_too() -> None:
-    m = up()
-    m.handle(2.0, Exited("core", -9))
-    assert m.ending == End(1, "core was killed by signal 9", "core")
+def test_what_worked_or_was_killed_is_started_again_with_growing_pauses() -> None:
+    m, now = up(worked=True), 10.0
+    for pause in (1.0, 2.0, 4.0, 8.0, 16.0):
+        assert m.handle(now, Exited("core", -9)) == [Missing("core", "was killed by signal 9")]
+        assert m.handle(now + pause - 0.1, Tick()) == [] and m.processes["core"].phase is Phase.WAITING
+        assert m.handle(now + pause, Tick()) == [Start("core")]
+        assert m.handle(now + pause + 1, HelloSeen("core")) == []
+        now += pause + 2
+    m.handle(now, Exited("core", 1))
+    assert m.ending == End(1, f"core ended with exit code 1, the last of {RESTARTS + 1} times in a row", "core")
+    m = up()  # killed before it worked: the machine's fault, not its own
+    assert m.handle(2.0, Exited("cell", -9)) == [Missing("cell", "was killed by signal 9")] and m.ending is None
+
+
+def test_a_long_life_forgets_earlier_deaths() -> None:
+    m = up(worked=True)
+    for n in range(3 * RESTARTS):
+        at = 1000.0 * n
+        m.handle(at, Exited("cell", -11))
+        m.handle(at + 1.0, Tick())
+        m.handle(at + 2.0, HelloSeen("cell"))
+    assert m.ending is None and m.processes["cell"].deaths == 1
+
+
+def test_one_of_several_is_given_up_and_the_run_goes_on() -> None:
+    m, now = up(worked=True, other="rollout"), 10.0
+    effects = []
+    for _ in range(RESTARTS + 1):
+        effects = m.handle(now, Exited("other", 70))
+        m.handle(now + 60.0, Tick())
+        m.handle(now + 61.0, HelloSeen("other"))
+        now += 62.0
+    assert effects == [Missing("other", "ended with exit code 70"), GiveUp("other")]
+    assert m.ending is None and m.processes["other"].phase is Phase.GONE
+    m.handle(now, StopAsked(130))
+    assert m.ending == End(130, "asked to stop", None)
+
+
+def test_whoever_waits_to_be_started_is_not_when_the_run_ends() -> None:
+    m = up(worked=True)
+    m.handle(2.0, Exited("cell", -9))
+    m.handle(2.5, StopAsked(130))
+    assert m.processes["cell"].phase is Phase.GONE
+    assert Start("cell") not in m.handle(9.0, Tick())
+
+
+def test_an_early_end_of_an_engine_is_a_failure() -> None:
     m = up()
     m.handle(2.0, Exited("cell", 0))
     assert m.ending == End(1, "cell ended with exit code 0", "cell")
@@ -105,7 +158,7 @@ def test_a_failure_while_stopping_is_not_hidden() -> None:
 
 
 def test_no_hello_is_a_failure_with_a_name() -> None:
-    m = Machine([Process(name="buffer", kind="buffer"), Process(name="box", kind="sandbox")], now=0.0, start_timeout_s=60.0)
+    m = Machine([Process(name="buffer", kind="buffer"), Process(name="box", kind="sandbox")], now=0.0, start_timeout_s=60.0, silent_s=1e3)
     m.handle(1.0, HelloSeen("buffer"))
     assert m.handle(60.0, Tick()) == []
     assert m.handle(60.1, Tick()) == [Terminate("box")]
@@ -118,3 +171,51 @@ def test_the_buffers_failure_is_the_runs() -> None:
     m = up()
     m.handle(2.0, RunFailed("20 infrastructure failures in a row"))
     assert m.ending == End(1, "20 infrastructure failures in a row", "buffer")
+
+
+def test_a_slow_start_is_no_death() -> None:
+    """Pains 13: an engine that says hello and loads for an hour is neither killed nor given up."""
+    m = Machine([Process(name="cell", kind="rollout")], now=0.0, start_timeout_s=60.0)
+    for second in range(1, 3600):
+        assert m.handle(float(second), HelloSeen("cell")) == []
+        assert [e for e in m.handle(float(second), Tick()) if not isinstance(e, Dump)] == []
+    assert m.ending is None
+
+
+def test_silence_is_a_loss_and_long_silence_a_death() -> None:
+    m = Machine([Process(name="cell", kind="rollout")], now=0.0, start_timeout_s=60.0, silent_s=20.0, stall_s=300.0)
+    m.handle(1.0, HelloSeen("cell", True))
+    assert m.handle(21.0, Tick()) == []
+    assert m.handle(21.5, Tick()) == [Missing("cell", "is silent for 20 s")]
+    assert m.handle(22.0, Tick()) == []  # said once
+    m.handle(23.0, HelloSeen("cell"))  # stopped and woken
+    assert m.handle(44.0, Tick()) == [Missing("cell", "is silent for 21 s")]
+    assert Kill("cell") in m.handle(330.0, Tick())
+    assert m.handle(331.0, Exited("cell", -9)) == [Missing("cell", "was killed by signal 9")]
+    assert m.handle(332.0, Tick()) == [Start("cell")]
+
+
+def test_no_progress_is_dumped_once() -> None:
+    """Pains 4."""
+    m = up()
+    m._stall_s = 300.0
+    m.handle(100.0, Progress())
+    for name in NAMES:
+        m.handle(399.0, HelloSeen(name))
+    assert m.handle(400.0, Tick()) == []
+    assert m.handle(400.5, Tick()) == [Dump(("buffer", "core", "cell", "box"), 300.5)]
+    assert m.handle(401.0, Tick()) == []
+    m.handle(402.0, Progress())
+    for name in NAMES:
+        m.handle(700.0, HelloSeen(name))
+    assert m.handle(703.0, Tick()) == [Dump(("buffer", "core", "cell", "box"), 301.0)]
+
+
+def test_a_process_is_added_and_taken_out() -> None:
+    m = up()
+    assert m.handle(2.0, Added(Process(name="new", kind="rollout"))) == [Start("new", again=False)]
+    m.handle(3.0, HelloSeen("new", True))
+    assert m.handle(4.0, Removed("new")) == [TellStop("new", "taken out of the hosts file")]
+    assert m.handle(4.1 + STOP_S, Tick()) == [Terminate("new")]
+    assert m.handle(50.0, Exited("new", 143)) == []
+    assert m.handle(99.0, Tick()) == [] and m.ending is None

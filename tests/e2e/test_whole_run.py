@@ -34,6 +34,9 @@ def test_coordinated(run: Run) -> None:
     report = run.report()
     assert report["steps"] == 4 and report["reward"] == {"first": 0.5, "last": 0.5, "first_steps": 4, "last_steps": 4}
     assert {"predicted", "mean", "p95", "max"} <= report["staleness"].keys() and report["seconds"]["total"] > 0  # type: ignore[attr-defined,index]
+    figures = dict(report["figures"])  # type: ignore[call-overload]
+    assert figures["staleness"]["trained"]["discrete"]["mean"] == report["staleness"]["mean"], "the event log and the ledger say the same"  # type: ignore[index]
+    assert [(c["cell"], c["train_fraction"]) for c in figures["cells"]] == [("core", 1.0), ("cell0", 0.0)]
     counts = dict(report["counts"])  # type: ignore[call-overload]
     assert counts.pop("admitted") == sum(counts.values()) == counts["consumed"] == 4 * 2 * 4
     assert report["eval"]["before"]["version"] == 0 and report["eval"]["after"]["version"] == 4  # type: ignore[index]

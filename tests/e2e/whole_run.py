@@ -112,11 +112,13 @@ class Run:
     def argv(self, command: str, *flags: str) -> list[str]:
         return [sys.executable, "-m", f"gyre_commands.{command}", "--run", str(self.dir), "--config", str(self.config), *flags]
 
-    def start(self, command: str, *flags: str) -> subprocess.Popen[bytes]:
-        """Start a process; its output goes to a file named in a failure."""
-        with (self.folder / f"{command}.log").open("ab") as log:
-            self.processes[command] = subprocess.Popen(self.argv(command, *flags), stdout=log, stderr=log)
-        return self.processes[command]
+    def start(self, command: str, *flags: str, name: str = "", through: str = "") -> subprocess.Popen[bytes]:
+        """Start a process; its output goes to a file named in a failure. `name`: if it is not the only one of its command. `through`: a Python file
+        that does something to gyre before it runs the command."""
+        name, argv = name or command, self.argv(command, *flags)
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen([argv[0], through, *argv[2:]] if through else argv, stdout=log, stderr=log)
+        return self.processes[name]
 
     def start_all(self) -> None:
         for command in ("buffer", "train", "rollout", "sandbox"):

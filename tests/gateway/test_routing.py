@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from gyre.types import CallStatus, Ending, Version
-from gyre.wire.messages import Generate
+from gyre.wire.messages import Generate, Route, Routes
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -140,5 +140,83 @@ def test_closing_a_session_gets_the_tokens_of_calls_in_flight(gateway: Any, samp
             (call,) = outcome.calls
             assert (call.status, call.n_completion, outcome.trajectories) == (CallStatus.ABORTED, 2, [])
             assert (await client.receive())[0] == 410
+
+    asyncio.run(run())
+
+
+def table(g: Any, epoch: int, *rows: tuple[int, int, bool]) -> Routes:
+    """Rows: which engine, its rank, open."""
+    engines = [Route(f"cell{i}", g.engines[i].server.address, rank, is_open) for i, rank, is_open in rows]
+    return Routes(id="t", epoch=epoch, engines=engines)
+
+
+def test_a_route_table_closes_ranks_adds_and_removes(gateway: Any, renderer: Any, sampled: Any, until: Any) -> None:
+    """Calls prefer who stays longest; a closed engine is not asked; one taken out loses its requests to another; an older table is nothing."""
+
+    def quick(request: Generate, prompt: list[int]) -> Any:
+        return sampled([renderer.end_id])
+
+    async def run() -> None:
+        async with gateway(quick, quick, lambda r, p: sampled([300, renderer.end_id], delay_s=60.0)) as g:
+            g.router.follow(table(g, 5, (0, 0, True), (1, 1, True)))
+            assert len(g.router.engines) == 2, "the third is not in the table"
+            await until(lambda: all(e.serves(Version(1, 0)) for e in g.router.engines))
+            client = await g.connect()
+
+            async def asked(which: int) -> None:
+                before = len(g.engines[which].requests)
+                assert (await client.chat(MESSAGES))[0] == 200
+                assert len(g.engines[which].requests) == before + 1
+
+            await asked(1)
+            g.router.follow(table(g, 6, (0, 1, True), (1, 0, True)))
+            await asked(0)
+            g.router.follow(table(g, 7, (0, 1, False), (1, 0, True)))
+            await asked(1)
+            g.router.follow(table(g, 6, (0, 1, True), (1, 0, True)))
+            await asked(1)
+            g.router.follow(table(g, 8, (0, 1, False), (1, 0, False), (2, 2, True)))
+            await until(lambda: all(e.serves(Version(1, 0)) for e in g.router.engines))
+            moving = asyncio.create_task(client.chat(MESSAGES))
+            await until(lambda: g.engines[2].requests)
+            g.router.follow(table(g, 9, (0, 0, True)))
+            assert (await moving)[0] == 200 and len(g.router.engines) == 1
+            assert g.engines[0].requests[-1].drawn == 0
+
+    asyncio.run(run())
+
+
+def test_what_an_engine_gave_back_is_said_to_have_moved(gateway: Any, renderer: Any, sampled: Any, until: Any) -> None:
+    """Even before its first token: the next engine has room kept for it."""
+
+    async def run() -> None:
+        async with gateway(lambda r, p: sampled([], "abort"), lambda r, p: sampled([renderer.end_id])) as g:
+            g.engines[1].version = None
+            await until(lambda: g.router.engines[0].serves(Version(1, 0)))
+            client = await g.connect()
+            asking = asyncio.create_task(client.chat(MESSAGES))
+            await until(lambda: g.engines[0].requests)
+            g.engines[1].version, g.engines[0].version = Version(1, 0), None
+            assert (await asking)[0] == 200
+            assert not g.engines[0].requests[0].moved and g.engines[1].requests[-1].moved
+
+    asyncio.run(run())
+
+
+def test_closed_engines_are_not_lost_engines(gateway: Any, renderer: Any, sampled: Any, until: Any) -> None:
+    """All cells train: the call waits, longer than for engines that should be there."""
+
+    async def run() -> None:
+        async with gateway(lambda r, p: sampled([renderer.end_id]), patience_s=0.3) as g:
+            g.router.follow(table(g, 1, (0, 0, False)))
+            g.engines[0].version = None
+            await until(lambda: g.router.engines[0].pong and not g.router.engines[0].serves(Version(1, 0)))
+            client = await g.connect()
+            asking = asyncio.create_task(client.chat(MESSAGES))
+            await asyncio.sleep(1.0)
+            assert not asking.done()
+            g.engines[0].version = Version(1, 0)
+            g.router.follow(table(g, 2, (0, 0, True)))
+            assert (await asking)[0] == 200
 
     asyncio.run(run())

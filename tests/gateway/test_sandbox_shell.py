@@ -20,6 +20,7 @@ from gyre.errors import DeadlineExceeded, UsageError
 from gyre.net.sockets import Peer, Server, mint
 from gyre.net.worker import Worker
 from gyre.sandbox import shell
+from gyre.sandbox.backends.process import Process
 from gyre.types import Ending, Purpose, Ticket, Version
 from gyre.wire.messages import (
     Ack,
@@ -181,6 +182,39 @@ def test_a_lost_lease_kills_its_execution(play: Any, until: Any) -> None:
 
     buffer, _ = play(["hang", "quick"], lose, ttl_s=0.6, slots=1)
     assert list(buffer.ended) == ["r1"]
+
+
+def test_one_failure_in_eight_makes_nine_sandboxes_and_removes_nine(play: Any, until: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """pains 35: the one whose lease is lost is tried again alone, and nothing of it stays."""
+    made: list[str] = []
+    dropped: set[str] = set()
+    workspace, drop = Process.workspace, Process.drop
+
+    async def counted(self: Process, *arguments: Any, **more: Any) -> Any:
+        found = await workspace(self, *arguments, **more)
+        made.append(found.path)
+        return found
+
+    async def noted(self: Process, which: Any) -> None:
+        await drop(self, which)
+        dropped.add(which.path)
+
+    monkeypatch.setattr(Process, "workspace", counted)
+    monkeypatch.setattr(Process, "drop", noted)
+
+    async def fail(buffer: FakeBuffer, worker: Worker) -> None:
+        await until(lambda: buffer.renewed[LeaseRef("r0", 0)] >= 2 and len(buffer.ended) == 7)
+        buffer.lost = [LeaseRef("r0", 0)]
+        await until(lambda: made[0] in dropped)
+        buffer.out -= 1  # epoch 0 will never be reported
+        again = Ticket("r0", 1, "g", "q", 0, str(tmp_path / "quick"), Purpose.TRAIN, Version(1, 0), 0, 0.6)
+        buffer.tickets.append(again)
+        await until(lambda: "r0" in buffer.ended)
+
+    buffer, code = play(["hang", *["quick"] * 7], fail, ttl_s=0.6, slots=4)
+    assert code == 0 and len(buffer.ended) == 8 and buffer.ended["r0"].epoch == 1
+    assert len(made) == len(set(made)) == 9 and dropped == set(made)
+    assert not [path for path in made if Path(path).exists()]
 
 
 def test_cleaning_up_is_not_interrupted() -> None:

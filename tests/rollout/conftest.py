@@ -13,6 +13,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from gyre.rollout.engine import INITIAL, Completion, Engine, EngineRequest
+from gyre.rollout.paced import PacedEngine
 from gyre.rollout.scripted import ScriptedEngine, load_script
 from gyre.rollout.torch_engine import TorchEngine
 from gyre.types import Sampling, Version
@@ -126,7 +127,24 @@ def scripted_engine(kit: Kit, tmp_path: Path) -> Iterator[Callable[..., Scripted
         engine.close()
 
 
-@pytest.fixture(params=["torch", "scripted"])
+@pytest.fixture
+def paced_engine(kit: Kit) -> Iterator[Callable[..., PacedEngine]]:
+    """A factory of engines whose every row has a token each 2 ms, or each `token_s(rows)`."""
+    opened: list[PacedEngine] = []
+
+    def make(*, version: Version | None = INITIAL, token_s: Callable[[int], float] = lambda rows: 0.002, **limits: int) -> PacedEngine:
+        engine = PacedEngine(token_s, **{"context": 256, "slots": 8, "queue": 8, **limits})
+        opened.append(engine)
+        if version is not None:
+            engine.load(version, [], memoryview(b"")).result(30)
+        return engine
+
+    yield make
+    for engine in opened:
+        engine.close()
+
+
+@pytest.fixture(params=["torch", "scripted", "paced"])
 def make_engine(request: pytest.FixtureRequest) -> Callable[..., Engine]:
     """A factory of either engine: what holds for one must hold for the other."""
     factory: Callable[..., Engine] = request.getfixturevalue(f"{request.param}_engine")

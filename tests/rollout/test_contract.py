@@ -11,6 +11,7 @@ import pytest
 
 from gyre.rollout.engine import Completion, Engine, EngineRefused, EngineRequest, check, uniform
 from gyre.types import Sampling, Version
+from gyre.weights.snapshot import model_tensors, pack
 
 MakeEngine = Callable[..., Engine]
 PROMPT = [11, 12, 13, 14, 15]
@@ -177,3 +178,109 @@ def test_draws_depend_on_seed_and_number_alone() -> None:
     assert draws[0] != uniform(4, 0) and all(0 <= u < 1 for u in draws)
     assert abs(sum(draws) / 2000 - 0.5) < 0.03
     assert uniform(-1, 0) == uniform(2**64 - 1, 0)  # any 64 bits will do as a seed
+
+
+def weights_of(kit: Any, seed: int, version: Version) -> Any:
+    """A snapshot that the torch engine takes; the scripted one does not look at it."""
+    return pack(version, model_tensors(kit.qwen3(seed)))
+
+
+def test_drain_gives_everything_back_and_refuses_until_it_wakes(make_engine: MakeEngine, kit: Any) -> None:
+    engine = make_engine(slots=2, queue=8, context=500, **_no_eos(make_engine))
+    futures = [engine.submit(kit.ask(str(i), PROMPT, max_tokens=10_000)) for i in range(6)]
+    kit.until(lambda: engine.state().generated >= 4)
+    drained = engine.drain()
+    assert refusal(engine, kit.ask("late", PROMPT)) == "closing"
+    drained.result(30)
+    done = [f.result(0) for f in futures]  # before it says that it is drained
+    assert {d.finish_reason for d in done} == {"abort"} and all(kit.covered(d) for d in done)
+    assert (engine.state().running, engine.state().queued, engine.state().free) == (0, 0, 0)
+    engine.wake().result(30)
+    assert engine.submit(kit.ask("again", PROMPT, max_tokens=2)).result(30).spans[0].version == Version(0, 0)
+
+
+def test_asleep_it_has_no_version_and_wakes_without_one(make_engine: MakeEngine, kit: Any) -> None:
+    """What it serves after waking is the policy loaded then, as if it had never slept."""
+    engine, fresh = make_engine(**_no_eos(make_engine)), make_engine(**_no_eos(make_engine))
+    flying = engine.submit(kit.ask("flying", PROMPT, max_tokens=200))
+    engine.sleep().result(30)
+    assert flying.result(0).finish_reason == "abort"
+    assert engine.state().version is None
+    assert refusal(engine, kit.ask("a", PROMPT)) == "closing"
+    snapshot = weights_of(kit, 1, Version(1, 1))
+    with pytest.raises(EngineRefused, match="asleep"):
+        engine.load(snapshot.version, snapshot.tensors, snapshot.data).result(30)
+    engine.sleep().result(30)  # once more changes nothing
+    engine.wake().result(30)
+    assert refusal(engine, kit.ask("a", PROMPT)) == "behind"
+    for e in (engine, fresh):
+        e.load(snapshot.version, snapshot.tensors, snapshot.data).result(30)
+    one, other = (e.submit(kit.ask("a", PROMPT, seed=3, max_tokens=30)).result(30) for e in (engine, fresh))
+    assert one == other and one.spans[0].version == Version(1, 1)
+
+
+def test_moved_requests_have_room_kept_for_them_and_join_first(make_engine: MakeEngine, kit: Any) -> None:
+    engine = make_engine(slots=1, queue=1, context=500, **_no_eos(make_engine))
+    first = [engine.submit(kit.ask("new0", PROMPT, max_tokens=60))]
+    kit.until(lambda: engine.state().generated >= 1)
+    first.append(engine.submit(kit.ask("new1", PROMPT, max_tokens=60)))
+    assert refusal(engine, kit.ask("new2", PROMPT)) == "full"
+    moved = [engine.submit(kit.ask(f"moved{i}", PROMPT, max_tokens=3, moved=True)) for i in range(2)]
+    assert refusal(engine, kit.ask("moved2", PROMPT, moved=True)) == "full"  # bounded all the same
+    ended: list[str] = []
+    for future in [*first, *moved]:
+        future.add_done_callback(lambda f: ended.append(f.result().request_id))
+    wait([*first, *moved], 30)
+    kit.until(lambda: len(ended) == 4)
+    assert ended == ["new0", "moved0", "moved1", "new1"]
+
+
+def test_stale_keys_do_not_survive_sleep_or_update(make_engine: MakeEngine, kit: Any) -> None:
+    """Pains 27: the same prompt under other weights gives those weights' tokens, in flight, after an update and after a sleep."""
+    engine = make_engine(**_no_eos(make_engine))
+    for step, slept in ((1, False), (2, True), (1, True)):
+        snapshot = weights_of(kit, step, Version(1, 10 * step + slept))
+        if slept:
+            engine.sleep().result(30)
+            engine.wake().result(30)
+        engine.load(snapshot.version, snapshot.tensors, snapshot.data).result(30)
+        done = engine.submit(kit.ask("a", PROMPT, seed=5, max_tokens=20)).result(30)
+        assert {s.version for s in done.spans} == {snapshot.version}
+        if "torch" in repr(make_engine):
+            assert done.logprobs == pytest.approx(kit.plain_logprobs(kit.qwen3(step), PROMPT, done.token_ids), abs=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_with_sleep_and_wake_completes_each_request_once(make_engine: MakeEngine, kit: Any, seed: int) -> None:
+    """Pains 6, as a property: whatever the order of submit, abort, load, drain, sleep and wake, no engine dies and each is answered once."""
+    rng, snapshot = random.Random(seed), weights_of(kit, 0, Version(1, 0))
+    engine = make_engine(slots=3, queue=40, **_no_eos(make_engine))
+    futures: dict[str, Any] = {}
+    orders: list[Any] = []
+    refused: set[str] = set()
+    for step in range(80):
+        match rng.choice(["submit", "submit", "submit", "abort", "load", "drain", "sleep", "wake", "wake"]):
+            case "submit":
+                try:
+                    futures[str(step)] = engine.submit(kit.ask(str(step), PROMPT[: rng.randint(1, 5)], max_tokens=rng.randint(1, 20)))
+                except EngineRefused as e:
+                    refused.add(e.reason)
+            case "abort" if futures:
+                engine.abort(rng.choice(list(futures)))
+            case "load":
+                orders.append(engine.load(Version(1, step), snapshot.tensors, snapshot.data))
+            case "drain":
+                orders.append(engine.drain())
+            case "sleep":
+                orders.append(engine.sleep())
+            case "wake":
+                orders.append(engine.wake())
+        if rng.random() < 0.3:
+            wait(orders, 30)
+    engine.wake().result(30)
+    engine.load(Version(1, 80), snapshot.tensors, snapshot.data).result(30)
+    assert all(o.done() and (o.exception() is None or isinstance(o.exception(), EngineRefused)) for o in orders), f"seed {seed}"
+    done = [f.result(30) for f in futures.values()]
+    assert [d.request_id for d in done] == list(futures) and all(kit.covered(d) for d in done), f"seed {seed}"
+    assert refused <= {"closing", "behind"}
+    assert engine.state().version == Version(1, 80) and engine.state().free == 43

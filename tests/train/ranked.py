@@ -9,6 +9,7 @@ import asyncio
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from gyre.config import Config
 from gyre.errors import WorkFailed
 from gyre.train import checkpoint
 from gyre.train.processes import leave
+from gyre.train.protocols import CollectiveFailed, Group
 from gyre.train.ranks import Accumulate, RankedLearner, follow
-from gyre.train.shards import Meeting, MeetingFailed
 from gyre.types import Version
 from gyre.weights.snapshot import pack, unpack
 
@@ -45,7 +46,7 @@ class Script(msgspec.Struct):
     read: bool = False  # the optimizer of `source`, first
     resume: list[tuple[str, str]] = []
     after: list[Step] = []
-    meeting: Meeting | None = None
+    meeting: Group | None = None
     finally_: str = ""  # idle | busy | sleep
 
 
@@ -117,15 +118,15 @@ def play(learner: Any, script: Script) -> dict[str, torch.Tensor]:
             learner.accumulate(data_of(m), 0)
         if script.meeting.rank == 0:
             try:
-                learner.reduce(msgspec.structs.replace(script.meeting, name="nobody comes", deadline_s=2.0))
+                learner.reduce(replace(script.meeting, name="nobody comes"), 2.0)
                 raise AssertionError("a meeting of one")
-            except MeetingFailed:
+            except CollectiveFailed:
                 pass
-        learner.reduce(script.meeting)
+        learner.reduce(script.meeting, 60.0)
         if script.meeting.rank == 0:
             update = learner.update(1, script.after[0].executions)
             found["reduced/norm"] = torch.tensor([update.grad_norm])
-        learner.broadcast(msgspec.structs.replace(script.meeting, name="weights"))
+        learner.broadcast(replace(script.meeting, name="weights"), 60.0)
         found |= {f"reduced/weight/{n}": t for n, t in weights(learner).items()}
     return found
 

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
 from ranked import Script, Step, command_of, play, take
 from ranked import weights as published
 from safetensors.torch import load_file
@@ -22,9 +21,11 @@ from safetensors.torch import load_file
 from gyre.config import Config, Model, Train
 from gyre.errors import WorkFailed
 from gyre.train import checkpoint
+from gyre.train.group import open_store
 from gyre.train.model import Policy
 from gyre.train.optimizer import Learner
-from gyre.train.shards import Meeting, divide
+from gyre.train.protocols import Group
+from gyre.train.shards import divide
 
 MakeMicroStep = Callable[..., Any]
 DEADLINE_S = 180.0
@@ -187,10 +188,10 @@ def test_bfloat16_and_cells_that_meet(model: Path, steps: list[Step], tmp_path: 
 
 def test_cells_reduce_and_broadcast_rank_by_rank(model: Path, steps: list[Step], tmp_path: Path) -> None:
     """Two cells of two ranks, each with every other micro-step of a step: the core's update is that of one learner; both have its weights."""
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+    _store, address = open_store("127.0.0.1")
     cells = []
     for rank in range(2):
-        meeting = Meeting("attempt 1", f"127.0.0.1:{store.port}", rank, 2, 60.0)
+        meeting = Group("attempt 1", address, rank, 2)
         cells.append(run(Script(config_of(model, 2), str(model), after=steps[1:2], meeting=meeting), tmp_path / str(rank)))
     core, satellite = (finished(p, tmp_path / str(rank)) for rank, p in enumerate(cells))
     expected = take(plain(config_of(model, 1)), Step("s", 1, steps[1].executions, steps[1].micro_steps))

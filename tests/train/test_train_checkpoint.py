@@ -113,6 +113,17 @@ def test_no_whole_checkpoint_is_no_reason_to_begin_again(tiny_model: Path, tmp_p
     assert path.exists()
 
 
+def test_a_core_that_was_replaced_writes_no_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
+    one = load(tiny_model)
+    checkpoint.save(tmp_path, one, term=1, step=3, lr=0.1, keep=2)
+    checkpoint.save(tmp_path, one, term=2, step=1, lr=0.1, keep=2)
+    with pytest.raises(WorkFailed, match="a newer core exists"):
+        checkpoint.save(tmp_path, one, term=1, step=4, lr=0.1, keep=2)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
+    older = checkpoint.last_good(tmp_path, before=1)
+    assert older is None
+
+
 def test_unfinished_one_does_not_count(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / ".step-4.tmp").mkdir(parents=True)
     assert checkpoint.last_good(tmp_path) is None

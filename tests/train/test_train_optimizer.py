@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 
 from gyre.config import Model, Train
 from gyre.errors import UsageError, WorkFailed
-from gyre.train.metrics import step_metrics
+from gyre.train.metrics import Tally, merged, step_metrics
 from gyre.train.model import Policy, micro_batches
 from gyre.train.optimizer import Learner, learning_rate
+from gyre.types import Version
 from gyre.wire.messages import StepStats
 
 MakeMicroStep = Callable[..., Any]
@@ -37,7 +39,11 @@ def gradient(directory: Path, *micro_steps: Any, executions: int, **train: Any) 
     one.zero()
     for m in micro_steps:
         one.accumulate(m, 0)
-    return one.gradient(executions)
+    return divided(one, executions)
+
+
+def divided(one: Learner, executions: int) -> dict[str, torch.Tensor]:
+    return {n: s / executions for n, s in zip(one.masters, one.sums, strict=True)}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -158,7 +164,7 @@ def test_update_divides_once_clips_and_moves(tiny_model: Path, micro_step: MakeM
     before = {n: p.detach().clone() for n, p in one.parameters.items()}
     one.accumulate(data, 0)
     assert all(torch.equal(before[n], p) for n, p in one.parameters.items()), "weights are frozen during a step"
-    norm = float(torch.sqrt(sum((g**2).sum() for g in one.gradient(5).values())))  # type: ignore[arg-type]
+    norm = float(torch.sqrt(sum((g**2).sum() for g in divided(one, 5).values())))  # type: ignore[arg-type]
     update = one.update(1, 5)
     assert update.updated
     assert update.grad_norm == pytest.approx(norm, rel=1e-4)
@@ -237,3 +243,61 @@ def test_bad_model_is_one_line(tmp_path: Path) -> None:
 def test_inverted_region_is_refused(tiny_model: Path) -> None:
     with pytest.raises(UsageError, match="ratio_low"):
         learner(tiny_model, ratio_low=2.0, ratio_high=0.5)
+
+
+def test_truncated_weights_are_said_in_one_line(tiny_model: Path, tmp_path: Path) -> None:
+    from gyre.rollout.model import load_model
+
+    torn = tmp_path / "model"
+    shutil.copytree(tiny_model, torn)
+    weights = torn / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(UsageError, match="cannot be loaded"):
+        Policy.load(torn, Model(), 1.0)
+    with pytest.raises(UsageError, match="cannot be loaded"):
+        load_model(Model(path=str(torn), device="cpu"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_learner_that_slept_goes_on_bit_for_bit(tiny_model: Path, micro_step: MakeMicroStep, dtype: str) -> None:
+    """Asleep in the midst of a step, and between two: accumulator, moments and weights are as those of one that stayed awake."""
+    one, other = learner(tiny_model, dtype=dtype), learner(tiny_model, dtype=dtype)
+    for step in (1, 2):
+        for k in range(3):
+            for x in (one, other):
+                x.accumulate(micro_step(row(10 * step + k, 9, 4, (-1.0) ** k)), step - 1)
+            other.sleep()
+            other.wake()
+        assert all(torch.equal(a, b) for a, b in zip(one.sums, other.sums, strict=True))
+        assert one.update(step, 3) == other.update(step, 3)
+        other.sleep()
+        snapshot = other.snapshot(Version(1, step))  # snapshots are lent by a core that sleeps
+        other.wake()
+        assert snapshot.checksum == one.snapshot(Version(1, step)).checksum
+        one.zero()
+        other.zero()
+
+
+def test_a_snapshot_of_a_step_is_installed_bit_for_bit(tiny_model: Path, micro_step: MakeMicroStep) -> None:
+    one, other = learner(tiny_model, dtype="bfloat16"), learner(tiny_model, dtype="bfloat16")
+    one.accumulate(micro_step(row(1, 9, 4, 1.0)), 0)
+    one.update(1, 1)
+    snapshot = one.snapshot(Version(1, 1))
+    other.install(snapshot.tensors, snapshot.data)
+    for x in (one, other):
+        x.zero()
+        x.accumulate(micro_step(row(2, 9, 4, 1.0)), 1)
+    assert all(torch.equal(a, b) for a, b in zip(one.weights, other.weights, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(one.sums, other.sums, strict=True))
+
+
+def test_tallies_of_cells_add_up_to_the_whole_steps(tiny_model: Path, micro_step: MakeMicroStep) -> None:
+    whole, parts = learner(tiny_model), [learner(tiny_model) for _ in range(3)]
+    for k in range(5):
+        data = micro_step(row(k, 9, 3 + k % 2, (-1.0) ** k, version=k % 2))
+        whole.accumulate(data, 1)
+        parts[k % 2].accumulate(data, 1)  # the third has nothing
+    together = merged([Tally.of(p.tally.numbers()) for p in parts])
+    for mine, theirs in zip(together.numbers(), whole.tally.numbers(), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)
+    assert together.all_versions.max == whole.tally.all_versions.max and together.current_version.tokens == whole.tally.current_version.tokens

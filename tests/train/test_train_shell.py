@@ -207,7 +207,7 @@ def test_learns_what_is_rewarded(tiny_model: Path, tmp_path: Path) -> None:
         worst = numbers["logprob_diff_current_max"]
         assert worst is not None and worst < 1e-4, "trainer and engine agree on tokens of the current version (pains 28)"
         assert numbers["current_version_tokens"] == 64
-    assert {event for event, _ in buffer.notes} <= {"step_without_update"}
+    assert {event for event, _ in buffer.notes} <= {"step_without_update", "update"}
     assert list((tmp_path / "run" / "tensorboard").glob("events*"))
     assert (tmp_path / "run" / "checkpoints" / f"step-{steps}" / "tokenizer.json").is_file()
 
@@ -231,8 +231,7 @@ def test_alarm_when_trainer_and_engine_differ(tiny_model: Path, tmp_path: Path) 
     """pains 28: log-probs that are not the current weights' raise an event."""
     buffer = TinyBuffer(fixed, 1)
     asyncio.run(live(setup_of(tmp_path / "run", tiny_model), buffer, TinyEngine(tiny_model)))
-    ((event, fields),) = buffer.notes
-    assert event == "logprob_alarm"
+    (fields,) = [fields for event, fields in buffer.notes if event == "logprob_alarm"]
     assert fields["step"] == 1 and fields["max"] > fields["limit"] == 0.1
 
 

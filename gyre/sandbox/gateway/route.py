@@ -5,8 +5,11 @@ Invariants
 - No token is drawn twice: what an engine gave back with `abort` is kept, and the next engine continues behind it (`drawn`, remaining budget).
 - A request of a lost engine (another incarnation answers, or none within `engine_timeout_s`) is retried elsewhere from the tokens already had.
 - Every wait is bounded by the call's deadline, or by `patience_s` without any engine that could serve it, and the error names what was waited for.
+  Engines that a route table says are closed are asleep by order, not lost: with no other in it, a call waits as long as its own deadline allows.
+- A call goes to the least loaded engine; one that an engine gave back, of those about as loaded, to the one that will stay longest.
 
-Routes are advice: an engine alone decides what it admits. Which engines there are is fixed for now: the addresses that this process was given.
+Which engines there are, and which are open, says the coordinator's route table; before the first one, and without a coordinator, it is the addresses
+that this process was given. Routes are advice: an engine alone decides what it admits.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -23,8 +26,9 @@ import msgspec
 
 from gyre.errors import DeadlineExceeded, WorkFailed
 from gyre.net.sockets import Client, mint
+from gyre.sandbox.gateway.line import Lines
 from gyre.types import Sampling, Version
-from gyre.wire.messages import Abort, EngineRefuse, FromRollout, Generate, Generated, Ping, Pong
+from gyre.wire.messages import Abort, EngineRefuse, FromRollout, Generate, Generated, Ping, Pong, Routes
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +36,7 @@ _PING_S: Final = 1.0
 _HURRY_S: Final = 0.05  # pings are at least so far apart when a call waits
 _ABORT_S: Final = 10.0  # how long an engine may take to give back an aborted request
 _BACK_OFF_S: Final = 0.2  # an engine that refused is left alone for so long
+_ALIKE: Final = 0.25  # loads that differ by less than this part of an engine's slots are alike
 
 
 class EngineLost(WorkFailed):
@@ -76,6 +81,8 @@ class Engine:
     def __init__(self, client: Client, timeout_s: float) -> None:
         self.client = client
         self.timeout_s = timeout_s
+        self.rank = 0
+        self.open = True  # says the route table
         self.pong: Pong | None = None  # None: not reachable
         self.in_flight = 0
         self.since_pong = 0  # requests sent since the last pong
@@ -90,6 +97,24 @@ class Engine:
     def serves(self, wanted: Version) -> bool:
         return self.pong is not None and self.pong.version is not None and self.pong.version >= wanted
 
+    @property
+    def load(self) -> float:
+        """Requests for each that it decodes together: our own as they are now, the others' as of its last pong."""
+        if self.pong is None or not self.pong.slots:
+            return float(self.in_flight)
+        return (self.in_flight + self.pong.open - len(self.pong.request_ids)) / self.pong.slots
+
+    @property
+    def tells_slots(self) -> bool:
+        return self.pong is not None and self.pong.slots > 0
+
+    @property
+    def roomy(self) -> bool:
+        """It would decode one more at once, as far as is known. Its queue is for what several gateways send at the same time."""
+        if self.tells_slots:
+            return self.load < 1
+        return self.pong is not None and self.pong.free_slots > self.since_pong
+
     def poke(self) -> None:
         """Ask for a pong soon."""
         self._poked.set()
@@ -97,10 +122,14 @@ class Engine:
     def set_pong(self, pong: Pong | None) -> None:
         if self.pong is not None and (pong is None or pong.incarnation != self.pong.incarnation):
             log.warning("engine %s is lost (%s)", self.name, "restarted" if pong else f"silent for {self.timeout_s:.0f} s")
-            self.lost.set_result(None)
-            self.lost = asyncio.get_running_loop().create_future()
+            self.lose()
         self.pong = pong
         self.since_pong = 0
+
+    def lose(self) -> None:
+        """What it held is asked again elsewhere."""
+        self.lost.set_result(None)
+        self.lost = asyncio.get_running_loop().create_future()
 
     async def watch(self, changed: asyncio.Event) -> None:
         """Ping until cancelled, and tell every change."""
@@ -126,6 +155,7 @@ class _Partial:
         self.versions: array[int] = array("i")
         self.last_version: Version | None = None
         self.cells: list[str] = []
+        self.moved = False  # an engine gave it back
 
     def add(self, reply: Generated, arrays: dict[str, memoryview]) -> None:
         n = len(arrays["token_ids"])
@@ -144,29 +174,70 @@ class _Partial:
 
 
 class Router:
-    """All engines, shared by the rollouts of one process."""
+    """All engines, shared by the rollouts of one process. `connect` makes a client of an address."""
 
-    def __init__(self, engines: Sequence[Engine], patience_s: float) -> None:
-        self.engines = list(engines)
+    def __init__(self, addresses: Sequence[str], connect: Callable[[str], Client], timeout_s: float, patience_s: float) -> None:
         self.patience_s = patience_s
+        self._connect, self._timeout_s = connect, timeout_s
         self._changed = asyncio.Event()
-        self._watchers = [asyncio.create_task(e.watch(self._changed)) for e in self.engines]
+        self._lines = Lines()
+        self._engines: dict[str, tuple[Engine, asyncio.Task[None]]] = {}  # by address
+        self._epoch: int | None = None  # of the route table
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        for address in addresses:
+            self._add(address)
 
     @classmethod
     def connect(cls, addresses: Sequence[str], timeout_s: float, patience_s: float, **identity: Any) -> Router:
         """`identity`: name, incarnation, run_id, resend_s of `Client.connect`."""
-        clients = [Client.connect(a, FromRollout, kind="sandbox", **identity) for a in addresses]
-        return cls([Engine(c, timeout_s) for c in clients], patience_s)
+        return cls(addresses, lambda a: Client.connect(a, FromRollout, kind="sandbox", **identity), timeout_s, patience_s)
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [engine for engine, _ in self._engines.values()]
+
+    def _add(self, address: str) -> None:
+        engine = Engine(self._connect(address), self._timeout_s)
+        watcher = asyncio.create_task(engine.watch(self._changed))
+        watcher.add_done_callback(self._watched)
+        self._engines[address] = engine, watcher
+
+    def _watched(self, watcher: asyncio.Task[None]) -> None:
+        if not watcher.cancelled() and (error := watcher.exception()) is not None and not self._ended.done():
+            self._ended.set_exception(error)
+
+    def _remove(self, address: str) -> None:
+        engine, watcher = self._engines.pop(address)
+        watcher.cancel()
+        engine.lose()
+        engine.client.close()
+
+    def follow(self, routes: Routes) -> None:
+        """Take up a route table, unless a newer one is known. Engines that are not in it are let go; what they held is asked again elsewhere."""
+        if self._epoch is not None and routes.epoch <= self._epoch:
+            return
+        self._epoch = routes.epoch
+        known = {route.address: route for route in routes.engines}
+        for address in self._engines.keys() - known.keys():
+            self._remove(address)
+        for address, route in known.items():
+            if address not in self._engines:
+                self._add(address)
+            engine, _ = self._engines[address]
+            if route.open and not engine.open:
+                engine.poke()
+            engine.open, engine.rank = route.open, route.rank
+        self._changed.set()
 
     async def watch(self) -> None:
         """Runs until cancelled; raises what a watcher raised (an engine refused this process, a bug)."""
-        await asyncio.gather(*self._watchers)
+        await asyncio.shield(self._ended)
 
     def close(self) -> None:
-        for task in self._watchers:
-            task.cancel()
-        for engine in self.engines:
+        for engine, watcher in self._engines.values():
+            watcher.cancel()
             engine.client.close()
+        self._ended.cancel()
 
     async def generate(self, job: Job) -> Completion:
         """Raises `ContextFull`, `EngineLost`, or `DeadlineExceeded` at the job's deadline."""
@@ -179,7 +250,7 @@ class Router:
             if budget <= 0:
                 return partial.done("length")
             wanted = max(job.policy, partial.last_version or job.policy)
-            engine = await self._choose(wanted, job)
+            engine = await self._choose(wanted, job, returned=partial.moved)
             if engine is None:
                 continue  # aborted meanwhile
             attempt += 1
@@ -198,6 +269,7 @@ class Router:
             seed=job.seed,
             drawn=len(partial.token_ids),
             stop_ids=list(job.stop_ids),
+            moved=partial.moved,
         )
         prompt = job.prompt + partial.token_ids if partial.token_ids else job.prompt
         engine.in_flight += 1
@@ -216,7 +288,8 @@ class Router:
                 if reply.finish_reason != "abort":
                     return reply.finish_reason
                 if not job.aborted.done():
-                    engine.rest_until = time.monotonic() + _BACK_OFF_S  # it is closing, or loading weights
+                    partial.moved = True
+                    engine.rest_until = time.monotonic() + _BACK_OFF_S  # it is closing
                     engine.poke()
                 return None
             case EngineRefuse() as reply, _:
@@ -256,27 +329,32 @@ class Router:
                 engine.client.send(abort)  # nobody waits any more; an engine that was lost and is back may have taken up the repeated request
             request.cancel()
 
-    async def _choose(self, wanted: Version, job: Job) -> Engine | None:
-        """The least loaded engine that may serve; waits until there is one. None: the job was aborted meanwhile."""
-        able_at = started = time.monotonic()
-        while not job.aborted.done():
-            now = time.monotonic()
-            able = [e for e in self.engines if e.serves(wanted)]
-            ready = [e for e in able if e.rest_until <= now]
-            roomy = [e for e in ready if e.pong is not None and e.pong.free_slots > e.since_pong]
-            if roomy or ready:
-                return min(roomy or ready, key=lambda e: e.in_flight)
-            able_at = now if able else able_at
-            what = f"an engine at version {wanted.term}.{wanted.step} with room"
-            if now - able_at > self.patience_s:
-                raise EngineLost(str(DeadlineExceeded(what, now - started)))
-            if now >= job.deadline:
-                raise DeadlineExceeded(what, now - started)
-            for engine in self.engines:
-                if engine.rest_until <= now:
-                    engine.poke()
-            self._changed.clear()
-            pause = asyncio.ensure_future(self._changed.wait())
-            await asyncio.wait((pause, job.aborted), timeout=_BACK_OFF_S, return_when=asyncio.FIRST_COMPLETED)
-            pause.cancel()
+    async def _choose(self, wanted: Version, job: Job, *, returned: bool = False) -> Engine | None:
+        """The engine that serves this version and is least loaded; for a call given back (`returned`), of those alike the one that will stay longest.
+        Waits in line until there is one with room. None: the job was aborted meanwhile."""
+        started = time.monotonic()
+        async with self._lines.turn(wanted, job.aborted, job.deadline, returned=returned) as line:
+            while not job.aborted.done():
+                now = time.monotonic()
+                able = [e for e in self.engines if e.serves(wanted)]
+                ready = [e for e in able if e.rest_until <= now]
+                ready = [e for e in ready if e.open] or ready  # closed, they are asked only for want of another
+                ready = [e for e in ready if e.roomy] or [e for e in ready if not e.tells_slots]
+                if ready:
+                    return min(ready, key=lambda e: (int(e.load / _ALIKE) if returned else e.load, -e.rank, e.in_flight))
+                asleep = self._epoch is not None and not any(e.open for e in self.engines)
+                if able or asleep:
+                    line.able_at = now
+                what = f"an engine at version {wanted.term}.{wanted.step} with room"
+                if now - max(line.able_at, started) > self.patience_s:
+                    raise EngineLost(str(DeadlineExceeded(what, now - started)))
+                if now >= job.deadline:
+                    raise DeadlineExceeded(what, now - started)
+                for engine in self.engines:
+                    if engine.rest_until <= now:
+                        engine.poke()
+                self._changed.clear()
+                pause = asyncio.ensure_future(self._changed.wait())
+                await asyncio.wait((pause, job.aborted), timeout=_BACK_OFF_S, return_when=asyncio.FIRST_COMPLETED)
+                pause.cancel()
         return None

@@ -1,0 +1,87 @@
+"""One self-contained HTML file: a run's summary, its steps, and the figures as SVG inside. No script, nothing loaded from elsewhere.
+
+Whatever came from a run (names, reasons, an agent's words in a failure) is escaped and without control sequences.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any, Final
+
+from gyre.report import plots
+from gyre.report.figures import clock, plain
+from gyre.report.timeline import Timeline
+
+_CSS: Final = """
+:root { color-scheme: light dark }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+figure { margin: 1rem 0; background: #fff; color: #222; border-radius: 6px; padding: .5rem; overflow-x: auto }
+figure svg { width: 100%; height: auto; display: block }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85rem }
+th, td { text-align: right; padding: .1rem .6rem; border-bottom: 1px solid #8884 } th:first-child, td:first-child { text-align: left }
+div.wide { overflow: auto; max-height: 30rem } .bad { color: #D55E00 } footer { margin-top: 3rem; opacity: .6; font-size: .8rem }
+"""
+_STEPS: Final = (
+    ("step", "step", "d"), ("reward", "reward", ".3f"), ("loss", "loss", "+.4f"), ("grad norm", "grad_norm", ".3f"), ("entropy", "entropy", ".3f"),
+    ("clipped", "clip_fraction", ".3f"), ("staleness", "staleness_mean", ".2f"), ("max", "staleness_max", ".0f"), ("tokens", "trainable_tokens", "d"),
+    ("seconds", "seconds", ".2f"),
+)  # fmt: skip
+
+
+def page(runs: Sequence[Timeline], summaries: Sequence[dict[str, Any]], chosen: Sequence[plots.Drawing]) -> str:
+    """The file's text. `summaries` are those of the runs that have a ledger."""
+    title = _text(", ".join(t.name for t in runs))
+    body = [f"<h1>gyre: {title}</h1>"]
+    for t in runs:
+        if t.failure:
+            body.append(f'<p class="bad">{_text(t.name)} failed: {_text(t.failure)}</p>')
+        body += [f"<p>{_text(t.name)}: {_text(m)}</p>" for m in t.messages]
+    if summaries:
+        body.append(_summary(summaries))
+    for i, drawing in enumerate(chosen):
+        svg = plots.save([drawing], "svg", salt=f"gyre-{i}").decode()
+        body.append(f"<figure>{svg[svg.index('<svg') :]}</figure>")
+    for s in summaries:
+        if s["table"]:
+            body += [f"<h2>Steps of {_text(s['run_id'])}</h2>", _table([h for h, _, _ in _STEPS], [_step(row) for row in s["table"]])]
+    body.append("<footer>Written by gyre-report. Times are counted from the first publication.</footer>")
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>gyre: {title}</title><style>{_CSS}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(body) + "\n</body></html>\n"
+
+
+def _text(value: object) -> str:
+    return html.escape(plain(str(value)))
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["<tr>" + "".join(f"<th>{_text(h)}</th>" for h in head) + "</tr>"]
+    lines += ["<tr>" + "".join(f"<td>{_text(c)}</td>" for c in row) + "</tr>" for row in rows]
+    return '<div class="wide"><table>' + "\n".join(lines) + "</table></div>"
+
+
+def _step(row: dict[str, Any]) -> list[str]:
+    return ["–" if row[key] is None else format(row[key], form) for _, key, form in _STEPS]
+
+
+def _number(value: float | None, form: str = ".3g") -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _summary(summaries: Sequence[dict[str, Any]]) -> str:
+    """A column for each run."""
+    lines: list[list[str]] = []
+    for s in summaries:
+        states = ", ".join(f"{n} {k}" for k, n in s["counts"].items() if n and k != "admitted")
+        evals = [_number((s["eval"][k] or {}).get("reward_mean"), ".3f") for k in ("before", "after")]
+        lines.append([
+            s["run_id"], f"{s['steps']} of {s['total_steps']}", "–" if s["seconds"]["total"] is None else clock(s["seconds"]["total"]),
+            f"{_number(s['reward']['first'], '.3f')} → {_number(s['reward']['last'], '.3f')}", " → ".join(evals),
+            f"{_number(s['staleness']['mean'])} ({_number(s['staleness']['predicted'])} predicted), max {_number(s['staleness']['max'])}",
+            f"{s['counts']['admitted']} admitted: {states}" if states else str(s["counts"]["admitted"]),
+            ", ".join(f"{n} {k}" for k, n in s["endings"].items()) or "–",
+        ])  # fmt: skip
+    labels = ("run", "steps", "time", "reward, first five → last ten steps", "held-out, before → after", "staleness", "executions", "endings")
+    rows = [[label, *(column[i] for column in lines)] for i, label in enumerate(labels)]
+    return _table(rows[0], rows[1:])

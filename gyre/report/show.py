@@ -1,0 +1,42 @@
+"""Text to a terminal, a pipe or a file: a picture on a terminal, the same without colours and without trailing blanks elsewhere.
+
+A pipe is as wide as COLUMNS says, or 120. NO_COLOR and the terminal's width are rich's to honour.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console, RenderableType
+
+from gyre import cli
+
+WIDTH: Final = 120
+
+
+def show(draw: Callable[[int], Sequence[RenderableType]], output: Path | None) -> None:
+    """Draw for the width there is and write, a blank line behind each part. `output`: a file; None: stdout."""
+    if output is None:
+        cli.stdout()  # it may be closed
+        console = Console()
+        if console.is_terminal:
+            for part in draw(console.width):
+                console.print(part)
+                console.print()
+            return
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdigit() and int(columns) > 0 and output is None else WIDTH
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=width, force_terminal=False, color_system=None)
+    for part in draw(width):
+        console.print(part)
+        console.print()
+    text = "".join(f"{line.rstrip()}\n" for line in buffer.getvalue().rstrip().splitlines())
+    if output is None:
+        cli.stdout().write(text.encode())
+    else:
+        output.write_text(text, encoding="utf-8")

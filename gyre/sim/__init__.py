@@ -1,0 +1,1 @@
+"""Simulated worlds that run the production rules, machines and loops."""

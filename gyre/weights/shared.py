@@ -1,0 +1,55 @@
+"""Bytes that another process of the same host may map: anonymous shared memory (Linux: a file of tmpfs that has no name).
+
+Invariants
+- The memory goes with the last who holds it: nothing has a name that a killed process could leave behind.
+- Who maps it cannot write it, and keeps it whole after its maker let go; so a reader needs no lease.
+
+Not here: who may read (processes of the same user that see each other in /proc; others pull chunks).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from pathlib import Path
+
+
+class Shared(mmap.mmap):
+    """`nbytes` of shared memory, writable here. `path` is where others open it while this lives."""
+
+    path: str
+
+    def __new__(cls, nbytes: int) -> Shared:
+        fd = os.memfd_create("gyre-weights", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, max(1, nbytes))
+            made = super().__new__(cls, fd, max(1, nbytes))
+        except BaseException:
+            os.close(fd)
+            raise
+        made.path = f"/proc/{os.getpid()}/fd/{fd}"
+        weakref.finalize(made, os.close, fd)
+        return made
+
+
+def attach(path: str, nbytes: int) -> memoryview | None:
+    """The bytes at `path`, read-only, or None where they cannot be had (another host, another namespace, gone)."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a path that names something else by now must not block
+    except OSError:
+        return None
+    try:
+        return memoryview(mmap.mmap(fd, max(1, nbytes), prot=mmap.PROT_READ))[:nbytes]
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(fd)
+
+
+def host_id() -> str:
+    """Names this boot of this kernel; "" where it cannot be told."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,70 @@
+"""From hosts.txt to processes and cells, under each rule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gyre.coord import hosts, launch
+from gyre.errors import UsageError
+
+TURNING = "buffer localhost\nsandbox localhost\ncell localhost name=a\ncell localhost name=b set.rollout.slots=7\n"
+
+
+def plans(text: str, rule: str | None = None) -> list[launch.Plan]:
+    lines = hosts.parse(text, "hosts.txt")
+    return launch.plans(lines, Path("/r"), resume=False, log_level="info", coord="ipc:///c", rule=rule or launch.default_rule(lines), slots=16)
+
+
+def option(plan: launch.Plan, name: str) -> str | None:
+    return plan.argv[plan.argv.index(name) + 1] if name in plan.argv else None
+
+
+def test_a_cell_is_a_trainer_and_an_engine() -> None:
+    made = {p.name: p for p in plans(TURNING)}
+    assert list(made) == ["buffer", "sandbox0", "a-train", "a-rollout", "b-train", "b-rollout"]
+    for cell in "ab":
+        for part in (made[f"{cell}-train"], made[f"{cell}-rollout"]):
+            assert (option(part, "--role"), option(part, "--cell"), option(part, "--name")) == ("auto", cell, part.name)
+        assert option(made[f"{cell}-rollout"], "--train") == made["a-train"].address
+    addresses = [made["sandbox0"].argv[i + 1] for i, word in enumerate(made["sandbox0"].argv) if word == "--rollout"]
+    assert addresses == [made["a-rollout"].address, made["b-rollout"].address]
+    a, b = launch.cells(list(made.values()))
+    assert (a.name, a.trainer, a.engine, a.capacity, a.fixed) == ("a", "a-train", "a-rollout", 16, False)
+    assert (a.core_address, a.address, b.capacity) == (made["a-train"].address, made["a-rollout"].address, 7)
+
+
+def test_fixed_roles_have_one_process_each() -> None:
+    made = {p.name: p for p in plans(TURNING, "async")}
+    assert list(made) == ["buffer", "sandbox0", "a", "b"] and (made["a"].kind, made["b"].kind) == ("train", "rollout")
+    assert "--role" not in made["a"].argv and "--role" not in made["b"].argv
+    three = plans(TURNING + "cell localhost name=c\n", "async:2+stream")
+    assert [(p.name, p.kind, option(p, "--role")) for p in three[2:]] == [("a", "train", None), ("b", "train", "satellite"), ("c", "rollout", None)]
+    assert option(three[3], "--train") == three[2].address
+    assert [c.fixed for c in launch.cells(three)] == [True, True, True]
+    old = plans("buffer localhost\ntrain-cell localhost name=core\nrollout-cell localhost name=x\nsandbox localhost\n")
+    assert [(p.name, p.kind) for p in old] == [("buffer", "buffer"), ("core", "train"), ("x", "rollout"), ("sandbox0", "sandbox")]
+
+
+def test_what_is_started_again_goes_on() -> None:
+    made = {p.name: p for p in plans(TURNING)}
+    assert made["buffer"].again().argv[-1] == made["a-train"].again().argv[-1] == "--resume"
+    assert made["a-train"].again().again().argv.count("--resume") == 1
+    assert made["a-rollout"].again() == made["a-rollout"] and made["sandbox0"].again() == made["sandbox0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "rule", "complaint"),
+    [
+        ("buffer localhost\nsandbox localhost\ntrain-cell localhost\nrollout-cell localhost\n", "elastic", "turns cells, and there are none"),
+        (TURNING, "async:3", "async:3 with 0 train-cell and 2 cell lines"),
+        (TURNING, "async:2", "no cell is left to roll out"),
+        (TURNING, "fastest", "is no rule"),
+        (TURNING.replace("name=a", "name=a bind=tcp://127.0.0.1:1"), None, "listens at two addresses"),
+        (TURNING + "rollout-cell localhost name=a-rollout\n", None, "two processes would be called a-rollout"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be(text: str, rule: str | None, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        plans(text, rule)

@@ -1,0 +1,215 @@
+"""gyre-report from outside: every format, streams, exit codes, what is hostile or damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import synthetic
+
+from gyre.events import Event, encode
+
+KEYS = {
+    "seconds", "dispatch", "cells", "bursts", "steps", "marks", "slots", "staleness", "durations", "speedup", "failure", "messages",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("made")
+    return synthetic.write(folder / "elastic"), synthetic.write(folder / "slower", "boundary", 0.8)
+
+
+def command(script: str, *argv: object, **env: str) -> subprocess.CompletedProcess[bytes]:
+    known = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
+    words = [sys.executable, "-m", f"gyre_commands.{script}", *map(str, argv)]
+    return subprocess.run(words, capture_output=True, timeout=120, check=False, env={**known, **env})
+
+
+def report(*argv: object, **env: str) -> subprocess.CompletedProcess[bytes]:
+    return command("report", *argv, **env)
+
+
+def texts(svg: bytes) -> str:
+    return " ".join("".join(e.itertext()) for e in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text"))
+
+
+def test_svg_says_what_it_shows(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    done = report(*runs, "--format", "svg", "-o", tmp_path / "out.svg")
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    shown = texts((tmp_path / "out.svg").read_bytes())
+    for words in ("Roles of the cells", "c0", "c7", "81%", "burst 1", "Burst 3 of elastic", "joins the step", "reduction", "update", "broadcast",
+                  "water level", "Which execution held which slot", "boundary dispatch: elastic", "Staleness in slower", "predicted by the quota",
+                  "elastic over other runs", "1.23×", "How long queries and rollouts take", "time-out", "lost"):  # fmt: skip
+        assert words in shown, words
+
+
+def test_the_same_run_gives_the_same_bytes(runs: tuple[Path, Path]) -> None:
+    first, second = (report(runs[0], "--format", "svg", "--figure", "roles").stdout for _ in range(2))
+    assert first == second != b""
+
+
+def test_png_and_single_figures(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    done = report(runs[0], "--format", "png", "--figure", "roles")
+    assert done.returncode == 0 and done.stdout.startswith(b"\x89PNG\r\n")
+    done = report(runs[0], "--format", "svg", "--figure", "burst", "--burst", 2)
+    assert "Burst 2 of elastic" in texts(done.stdout) and "Roles" not in texts(done.stdout)
+
+
+class Page(HTMLParser):
+    """Collects what would be loaded or run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [v or "" for k, v in attrs if k in ("src", "href", "xlink:href", "data", "action") or k.startswith("on")]
+
+
+def test_html_is_one_file(runs: tuple[Path, Path]) -> None:
+    done = report(runs[0], "--format", "html")
+    assert done.returncode == 0
+    page = Page()
+    page.feed(done.stdout.decode())
+    assert page.tags.count("svg") == 5 and not {"script", "link", "iframe", "img", "object"} & set(page.tags)
+    assert all(a.startswith(("#", "data:image/png")) for a in page.addresses)
+    ids = re.findall(r'id="((?:p|m|h)[0-9a-f]{8,})"', done.stdout.decode())
+    assert len(ids) == len(set(ids)), "clips and markers of one picture are not taken for another's"
+
+
+def test_json_is_stable(runs: tuple[Path, Path]) -> None:
+    one = json.loads(report(runs[0], "--format", "json").stdout)
+    assert one["schema"] == "gyre.report/1" and one["run_id"] == "elastic" and set(one["figures"]) >= KEYS
+    f = one["figures"]
+    assert [c["cell"] for c in f["cells"]] == synthetic.CELLS
+    assert set(f["cells"][0]) == {"cell", "train_fraction", "seconds", "spans"}
+    assert f["cells"][3]["seconds"]["lost"] == 200.0 and sum(f["cells"][3]["seconds"].values()) == pytest.approx(f["seconds"])
+    assert [b["steps"] for b in f["bursts"]] == [[1, 2], [3, 4], [5, 6]] and f["bursts"][0]["turned_to_train"] == 7
+    assert f["staleness"]["trained"]["discrete"]["n"] == 48 and f["durations"]["harness_timeout_s"] == synthetic.HARNESS_S
+    both = json.loads(report(*runs, "--format", "json").stdout)
+    assert both[0]["figures"]["speedup"][0]["over"] == "slower" and both[0]["figures"]["speedup"][0]["steps"][-1][1] > 1.2
+    assert both[1]["figures"]["speedup"][0]["steps"][-1][1] == pytest.approx(1 / both[0]["figures"]["speedup"][0]["steps"][-1][1])
+
+
+@pytest.mark.parametrize("width", [30, 72, 200])
+def test_text_fits_and_has_no_blanks_at_the_end(runs: tuple[Path, Path], width: int) -> None:
+    done = report(*runs, COLUMNS=str(width))
+    assert (done.returncode, done.stderr) == (0, b"")
+    lines = done.stdout.decode().splitlines()
+    assert all(line == line.rstrip() and len(line) <= width for line in lines)
+    text = "\n".join(lines)
+    assert "\x1b" not in text and "roles of the cells of elastic" in text.replace("\n", " ") and "speed-up of elastic" in text
+    assert len({line.rstrip() for line in lines if line.startswith("c0 ")}) >= 2
+
+
+def test_a_terminal_has_colours_unless_asked_not_to(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    coloured = report(runs[0], "--figure", "roles", FORCE_COLOR="1", COLUMNS="80").stdout
+    assert b"\x1b[34m" in coloured
+    plain = report(runs[0], "--figure", "roles", FORCE_COLOR="1", NO_COLOR="1", COLUMNS="80").stdout
+    assert b"\x1b[3" not in plain and "░".encode() in plain and "█".encode() in plain
+    report(runs[0], "-o", tmp_path / "out.txt", FORCE_COLOR="1")
+    assert "\x1b" not in (tmp_path / "out.txt").read_text()
+
+
+def hostile(folder: Path) -> Path:
+    name = "<script>alert(1)</script>$x_1$\x1b[31m & \x07"
+    role = {"cell": name, "from": "rollout", "to": "train", "phase": "to_train", "reason": "<img onerror=1>"}
+    kinds = [("publication", {"step": 0, "cells": [name]}), ("role", role), ("role", {**role, "phase": "train"}),
+             ("failure", {"reason": "verifier said <b onclick=x>\x1b]0;t\x07 & died"}), ("publication", {"step": 0, "cells": []})]  # fmt: skip
+    folder.mkdir()
+    events = [Event(seq=i, t_wall=1e9 + i, t_mono=i, proc="b", cause="", kind=k, fields=f) for i, (k, f) in enumerate(kinds)]
+    (folder / "events.jsonl").write_text("".join(encode(e) + "\n" for e in events))
+    return folder
+
+
+def test_text_of_others_is_escaped_and_stripped(tmp_path: Path) -> None:
+    run = hostile(tmp_path / "<i>run")
+    page = report(run, "--format", "html").stdout.decode()
+    parsed = Page()
+    parsed.feed(page)
+    assert not {"script", "b", "i", "img"} & set(parsed.tags) and "&lt;b onclick=x&gt; &amp; died" in page and "\x1b" not in page
+    svg = report(run, "--format", "svg")
+    assert svg.returncode == 0 and "<script>" in texts(svg.stdout), "a name is text"
+    text = report(run)
+    assert text.returncode == 0 and not {0x1B, 0x07} & set(text.stdout) and b"failed: verifier said <b onclick=x> & died" in text.stdout
+
+
+def test_damaged_lines_are_left_out_and_said(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    lines = (runs[0] / "events.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "events.jsonl").write_bytes(b"".join([*lines[:5], b"\xff\xfe\x00garbage\n", b'{"seq": "no"}\n', *lines[5:], b'{"torn']))
+    done = report(run, "--format", "json")
+    assert done.returncode == 0 and json.loads(done.stdout)["figures"]["bursts"]
+    assert done.stderr.count(b"\n") == 1 and b"left out 2 damaged lines" in done.stderr
+
+
+@pytest.mark.parametrize(("kind", "fields"), [("publication", {}), ("step", {"step": "x"}), ("admitted", {"group": "g"})])
+def test_an_event_that_lacks_what_its_kind_needs(tmp_path: Path, kind: str, fields: dict[str, object]) -> None:
+    (tmp_path / "events.jsonl").write_text(encode(Event(seq=0, t_wall=0.0, t_mono=0.0, proc="b", cause="", kind=kind, fields=fields)) + "\n")
+    done = report(tmp_path)
+    assert (done.returncode, done.stderr) == (0, b"") and f"1 event left out: {kind}".encode() in done.stdout
+
+
+def test_what_cannot_be_drawn_is_one_line(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text("")
+    cases = {
+        (tmp_path / "none",): (2, "holds no ledger.db"),
+        (tmp_path, "--format", "svg"): (1, "nothing to draw: the event log names no cell"),
+        (runs[0], "--burst", "9"): (2, "--burst: there is no burst 9; the last is 3"),
+        (runs[0], "-o", tmp_path / "no" / "file"): (2, "cannot be written"),
+    }
+    for argv, (code, words) in cases.items():
+        done = report(*argv)
+        assert done.returncode == code and words in done.stderr.decode() and done.stderr.count(b"\n") == 1, done.stderr
+    done = report(tmp_path)
+    assert (done.returncode, done.stderr) == (0, b"") and b"nothing was published" in done.stdout
+
+
+STREAMS = [
+    ("report", ["{run}"]), ("report", ["{run}", "--format", "json"]), ("report", ["{run}", "--format", "svg", "--figure", "durations"]),
+    ("dump", ["{ledger}", "--kind", "steps"]), ("dump", ["{ledger}", "--kind", "steps", "--count"]),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from gyre.buffer.ledger import Ledger
+    from gyre.wire.rows import MetaRow, StepRow, StepState
+
+    folder = tmp_path_factory.mktemp("ledger")
+    made = Ledger(folder)
+    made.commit({0: MetaRow(run_id="r", committed=1), 1: StepRow(1, 1, 10.0, state=StepState.COMMITTED, committed_at=12.0)}, [], [])
+    made.close()
+    return folder
+
+
+@pytest.mark.parametrize(("script", "argv"), STREAMS)
+def test_where_output_cannot_go(runs: tuple[Path, Path], ledger: Path, script: str, argv: list[str]) -> None:
+    words = [sys.executable, "-m", f"gyre_commands.{script}", *(a.format(run=runs[0], ledger=ledger) for a in argv)]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, timeout=120, check=False)
+    assert done.returncode == 1 and done.stderr.count(b"\n") == 1 and b"No space left on device" in done.stderr, done.stderr
+    shell = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *words], stderr=subprocess.PIPE, timeout=120, check=False)
+    assert shell.returncode == 1 and shell.stderr.count(b"\n") == 1 and b"stdout is closed" in shell.stderr, shell.stderr
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, timeout=120, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_names_that_are_the_same_are_told_apart(tmp_path: Path) -> None:
+    made = [synthetic.write(tmp_path / name / "run") for name in ("one", "two")]
+    both = json.loads(report(*made, "--format", "json").stdout)
+    assert [r["figures"]["speedup"][0]["over"] for r in both] == ["two/run", "one/run"]

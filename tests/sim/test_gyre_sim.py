@@ -1,0 +1,126 @@
+"""The command: output, bad input, replay of a run's events."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from commands.sim import main
+from gyre.events import Event, encode
+from gyre.rules.workload import load
+
+WORKLOADS = Path(__file__).parents[2] / "examples" / "workloads"
+NL2 = str(WORKLOADS / "nl2repo-122b.toml")
+SMALL = ["--set", "workload.bursts=2", "--set", "system.groups_per_step=2", "--set", "system.target_staleness=1.0", "--cells", "3"]
+
+
+def sim(*args: str) -> Result:
+    return CliRunner().invoke(main, list(args))
+
+
+def test_json_has_the_fields() -> None:
+    result = sim("--workload", NL2, *SMALL, "--rule", "elastic", "--rule", "async", "--format", "json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert [r["rule"] for r in rows] == ["elastic", "async"]
+    for r in rows:
+        assert set(r) == {
+            "rule", "target_staleness", "hours", "staleness", "train_fraction", "idle_fraction", "bound_ratio", "speedup", "split", "digest",
+        }  # fmt: skip
+        assert set(r["staleness"]) == {"predicted", "mean", "p95", "max", "interpolated_mean"}
+        assert set(r["idle_fraction"]) == {"rollout", "train"} and len(r["train_fraction"]) == 3
+    assert rows[0]["speedup"]["async"] == pytest.approx(rows[1]["hours"] / rows[0]["hours"])
+    assert rows[1]["split"] in (1, 2) and rows[0]["split"] is None
+    assert result.stdout == sim("--workload", NL2, *SMALL, "--rule", "elastic", "--rule", "async", "--format", "json").stdout
+
+
+def test_table() -> None:
+    result = sim("--workload", NL2, *SMALL, "--rule", "elastic", "--rule", "async:1+stream")
+    assert result.exit_code == 0 and "elastic" in result.stdout and "times async:1+stream" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], ("--workload", "--replay")),
+        (["--workload", "nowhere.toml"], ("nowhere.toml", "no such file")),
+        (["--workload", NL2, "--rule", "best"], ("'best'", "elastic, lookahead")),
+        (["--workload", NL2, "--rule", "async:8"], ("async:8", "at most async:7")),
+        (["--workload", NL2, "--set", "system.cell=4"], ("system.cell", "did you mean system.cells")),
+        (["--workload", NL2, "--set", "system.cells=many"], ("system.cells", "expected `int`".replace("`", ""))),
+        (["--workload", NL2, "--set", "system.cells"], ("table.key=value",)),
+        (["--workload", NL2, "--set", "system.target_staleness=0.2"], ("0.2", "the smallest is 1")),
+        (["--workload", NL2, "--set", "workload.model=shared"], ("workload.shared", "missing")),
+        (["--workload", NL2, "--set", "workload.execution_h.sigma=-1"], ("workload.execution_h.sigma",)),
+        (["--workload", NL2, "--set", "workload.seeds=[]"], ("workload.seeds",)),
+        (["--workload", NL2, "--set", "system.dispatch=sometimes"], ("system.dispatch",)),
+        (["--workload", NL2, "--set", "workload.replayed_s=[[1.0]]"], ("workload.replayed_s", "--replay")),
+        (["--replay", str(WORKLOADS)], ("events.jsonl", "give the directory of a run")),
+    ],
+)
+def test_bad_input_is_one_line(args: list[str], words: tuple[str, ...]) -> None:
+    result = sim(*args)
+    assert result.exit_code == 2, result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and all(w in lines[0] for w in words), result.stderr
+
+
+@pytest.mark.parametrize("text", ["[system", "[system]\ncells = 4\n", "[extra]\na = 1\n", "system = 3\n", "\x00"])
+def test_files_that_are_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "w.toml").write_text(text)
+    result = sim("--workload", str(tmp_path / "w.toml"))
+    assert result.exit_code == 2 and "w.toml" in result.stderr and len(result.stderr.strip().splitlines()) == 1
+
+
+def test_examples_are_read() -> None:
+    assert load(WORKLOADS / "nl2repo-122b.toml").system.targets == [1.0, 1.5]
+    assert load(WORKLOADS / "shared-rate.toml").workload.model == "shared"
+
+
+def events(tmp_path: Path) -> Path:
+    """A run: 4 groups of 2 in two steps, 100 and 200 s per execution, one satellite turned."""
+    lines: list[str] = []
+
+    def log(t: float, kind: str, **fields: object) -> None:
+        lines.append(encode(Event(seq=len(lines), t_wall=t, t_mono=t - 50, proc="buffer", cause="", kind=kind, fields=fields)))
+
+    log(50, "buffer_started", groups_per_step=2, rollouts_per_group=2, steps_per_burst=1, staleness_target=0.0, dispatch="boundary")
+    log(50, "publication", number=0, cells=["a", "b", "c"], seconds=9.0)
+    for g in range(4):
+        for i in range(2):
+            log(150 + 100 * i, "rollout_ended", group=f"g{g}", purpose="train", leased_at=50.0, state="ready")
+    log(260, "rollout_ended", group="e", purpose="eval", leased_at=50.0, state="ready")
+    log(300, "role", cell="b", phase="to_train")
+    log(312, "role", cell="b", phase="train")
+    entries = [{"cell": "a"}, {"cell": "b"}]
+    log(400, "step", step=1, metrics={"seconds_compute": 30.0, "seconds_update": 4.0}, groups=["g0", "g1"], entries=entries)
+    log(405, "publication", number=1, cells=["a", "c"], seconds=3.0)
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "run.toml").write_text("[rollout]\nslots = 8\n")
+    return tmp_path
+
+
+def test_replay(tmp_path: Path) -> None:
+    from gyre.sim.replay import from_run
+
+    w = from_run(events(tmp_path))
+    assert (w.system.cells, w.system.slots_per_cell, w.system.groups_per_step) == (3, 8, 2)
+    assert (w.system.to_train_s, w.system.to_rollout_s, w.system.update_s, w.system.publish_s) == (12.0, 0.0, 4.0, 3.0)
+    assert w.workload.train_cell_h_per_group * 3600 == pytest.approx(30.0 * 2 / 2)
+    assert w.workload.replayed_s == ((100.0, 200.0),) * 4
+    result = sim(
+        "--replay", str(tmp_path), "--cells", "4", "--rule", "elastic", "--rule", "colocate", "--set", "workload.bursts=3", "--format", "json"
+    )
+    assert result.exit_code == 0, result.output
+    colocate = json.loads(result.stdout)[1]
+    assert colocate["hours"] * 3600 == pytest.approx(3 * (200 + 12 + 15 + 4 + 3))  # four micro-steps of 15 s on four cells
+
+
+def test_replay_of_what_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text("{}\n")
+    assert "no event log" in sim("--replay", str(tmp_path)).stderr
+    (tmp_path / "events.jsonl").write_text("")
+    assert "at least one step" in sim("--replay", str(tmp_path)).stderr
