@@ -32,6 +32,7 @@ from gyre.wire.messages import (
     CheckpointSaved,
     ClaimMicroStep,
     CommitStep,
+    Counters,
     Manifest,
     Member,
     Message,
@@ -42,12 +43,14 @@ from gyre.wire.messages import (
     Refuse,
     RenewClaims,
     SealStep,
+    Subscribe,
     TermGranted,
     VoidIncarnations,
 )
 
 log = logging.getLogger(__name__)
 
+LOOK_S: Final = 0.5  # how often a core that is done asks whether the run is finished
 WAIT_S: Final = 2.0  # how long the buffer may sit on a claim or a seal; below the client's resend_s
 
 
@@ -151,6 +154,14 @@ class Ledger:
     async def note(self, event: str, **fields: Any) -> None:
         """An event for the run's log."""
         await self._must(Note(id=self._mint(), event=event, fields=fields), f"gyre-buffer to log {event}")
+
+    async def until_finished(self) -> None:
+        """Wait until nothing is left to do: the last policy evaluated, or the run failed."""
+        while True:
+            reply = await self._ask(Subscribe(id=self._mint(), min_interval_s=3600.0), "gyre-buffer to tell how far the run is")
+            if not isinstance(reply, Counters) or reply.finished or reply.failure:
+                return
+            await asyncio.sleep(LOOK_S)
 
     def rejoin(self) -> None:
         """Begin a new incarnation, with an empty accumulator."""

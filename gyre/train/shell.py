@@ -261,7 +261,10 @@ class Cell:
         renewing = self.tasks.create_task(ledger.renew_for_ever())
         try:
             await loop.run()
+            self.orders.phase("idle")
+            worker.status("working", "lends the last policy until it is evaluated")
             await peers.farewell(_FAREWELL_S)
+            await ledger.until_finished()  # engines that wake, or come back, pull it still
         finally:
             renewing.cancel()
             board.close()

@@ -93,7 +93,9 @@ def _extend(arrays: dict[str, Any], b: Branch, start: int, end: int, version: in
 class Sandbox:
     """One life of a gyre-sandbox."""
 
-    def __init__(self, network: Network, process: Process, config: Config, seed: int, *, slots: int, seconds: float, trouble: float, rewards: int) -> None:
+    def __init__(
+        self, network: Network, process: Process, config: Config, seed: int, *, slots: int, seconds: float, trouble: float, rewards: int
+    ) -> None:
         self._client = Client(
             network, process, "buffer", FromBuffer,
             kind="sandbox", name=process.name, incarnation="1", resend_s=config.net.resend_s,
