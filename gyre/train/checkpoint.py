@@ -4,7 +4,8 @@ Invariants
 - A directory named step-N is complete: it is written under another name, flushed to disk and renamed. The checksums in `gyre.json` tell
   damage that came later.
 - Nothing is pickled: weights and optimizer are safetensors, the rest is JSON.
-- What is loaded continues bit for bit: fp32 masters, both moments, the counters of AdamW, torch's random state.
+- What is loaded continues bit for bit: fp32 masters, both moments, the counters of AdamW, torch's random state. One rank writes the optimizer as
+  one file, several write a shard each (torch's distributed checkpoint, as safetensors); either is read by any number of ranks.
 
 Not here: which groups a checkpoint consumed (the buffer's ledger knows by step), when to save.
 """
@@ -18,21 +19,18 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from gyre.errors import WorkFailed
-from gyre.train.optimizer import Learner
+from gyre.train.model import Policy
+from gyre.train.optimizer import OPTIMIZER, SHARDS
 
 log = logging.getLogger(__name__)
 
 STATE: Final = "gyre.json"
-OPTIMIZER: Final = "optimizer.safetensors"
 _NAME: Final = re.compile(r"step-(\d+)")
 _TOKENIZER: Final = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_template*", "generation_config.json",
@@ -56,6 +54,16 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, FileSum] = {}
 
 
+class Saved(Protocol):
+    """What can be saved: a `Learner`, or several ranks as one."""
+
+    policy: Policy
+
+    def write(self, directory: Path) -> None: ...
+
+    def read(self, directory: Path) -> None: ...
+
+
 class Checkpoint(msgspec.Struct, frozen=True):
     """A checkpoint that was read and found whole."""
 
@@ -63,7 +71,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     state: State
 
 
-def save(directory: Path, learner: Learner, *, term: int, step: int, lr: float, keep: int) -> Path:
+def save(directory: Path, learner: Saved, *, term: int, step: int, lr: float, keep: int) -> Path:
     """Write `directory`/step-N, replacing an older one of that step. Of the others the last `keep` - 1 before it remain; later ones are of a life
     that was given up. Raises `WorkFailed` when the disk fails, or holds a checkpoint of a newer term: then this core was replaced."""
     final = directory / f"step-{step}"
@@ -87,51 +95,22 @@ def save(directory: Path, learner: Learner, *, term: int, step: int, lr: float, 
     return final
 
 
-def _write(work: Path, learner: Learner, state: State) -> None:
-    policy = learner.policy
-    policy.model.save_pretrained(work)
+def _write(work: Path, learner: Saved, state: State) -> None:
+    learner.write(work)
     for pattern in _TOKENIZER:
-        for file in policy.source.glob(pattern):
+        for file in learner.policy.source.glob(pattern):
             if file.is_file():
                 shutil.copyfile(file, work / file.name)
-    save_file(optimizer_tensors(learner), work / OPTIMIZER)
-    files = {p.name: _sum(p) for p in sorted(work.iterdir())}
+    files = {str(p.relative_to(work)): _sum(p) for p in sorted(work.rglob("*")) if p.is_file()}
     (work / STATE).write_bytes(msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(state, files=files))))
-    for p in work.iterdir():
+    for p in work.rglob("*"):
         _fsync(p)
     _fsync(work)
 
 
-def optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
-    """All that continues a run beside the weights: moments and counters by parameter, masters where the model is not fp32, random state."""
-    tensors: dict[str, Tensor] = {"random/torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors["random/cuda"] = torch.cuda.get_rng_state()
-    for name, master in learner.masters.items():
-        if master is not learner.parameters[name]:
-            tensors[f"master/{name}"] = master.detach().cpu().contiguous()
-        for key, value in learner.adam.state.get(master, {}).items():
-            tensors[f"{key}/{name}"] = value.detach().cpu().contiguous()
-    return tensors
-
-
-def restore(learner: Learner, checkpoint: Checkpoint) -> None:
+def restore(learner: Saved, checkpoint: Checkpoint) -> None:
     """Set the optimizer of a learner whose policy was loaded from `checkpoint.path`. Raises `WorkFailed` when it is another model's."""
-    tensors = load_file(checkpoint.path / OPTIMIZER)
-    torch.set_rng_state(tensors.pop("random/torch"))
-    cuda = tensors.pop("random/cuda", None)
-    if cuda is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(cuda)
-    with torch.no_grad():
-        for key, value in tensors.items():
-            kind, _, name = key.partition("/")
-            master = learner.masters.get(name)
-            if master is None or (value.ndim and value.shape != master.shape):
-                raise WorkFailed(f"{checkpoint.path / OPTIMIZER} does not fit the model: {name}")
-            if kind == "master":
-                master.copy_(value)
-            else:
-                learner.adam.state[master][kind] = value if kind == "step" else value.to(master.device)
+    learner.read(checkpoint.path)
 
 
 def last_good(directory: Path, before: int | None = None) -> Checkpoint | None:
@@ -155,13 +134,13 @@ def verify(path: Path) -> Checkpoint:
     try:
         state = msgspec.json.decode((path / STATE).read_bytes(), type=State)
         for name, expected in state.files.items():
-            if Path(name).name != name:
+            if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise ValueError(f"{STATE} names {name!r}")
             if _sum(path / name) != expected:
                 raise ValueError(f"{name} has another checksum than when it was written")
     except (OSError, msgspec.DecodeError, SafetensorError) as e:
         raise ValueError(str(e)) from e
-    if OPTIMIZER not in state.files:
+    if OPTIMIZER not in state.files and not any(Path(name).parts[0] == SHARDS for name in state.files):
         raise ValueError(f"{STATE} does not name {OPTIMIZER}")
     return Checkpoint(path, state)
 

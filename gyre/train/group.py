@@ -9,14 +9,14 @@ Invariants
 A group is met again under its name while it works; the core names a new one when the roster changed or the last one failed. torchft's
 `ProcessGroupGloo` wraps the same class but has no reduction to one member; see docs/decisions/0006.
 
-Not here: who takes part (peers.py), several ranks of a cell (rank r of each would meet under a name of its own).
+Not here: who takes part (peers.py), several ranks of a cell (rank r of each meets under a name of its own: shards.py).
 """
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final, Protocol
 
@@ -66,11 +66,20 @@ def host_of(address: str) -> str:
     return address.removeprefix("tcp://").rpartition(":")[0].strip("[]") if address.startswith("tcp://") else "127.0.0.1"
 
 
+def open_store(host: str) -> tuple[Any, str]:
+    """A store that listens on `host` alone, and its address."""
+    sock = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = sock.getsockname()[1]
+    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
+    return store, f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
 class TorchCollective:
     """One member. `compute` runs the blocking part; a core makes its store with `open_store`."""
 
-    def __init__(self, learner: Sums, compute: Compute, backend: str) -> None:
-        self._learner, self._compute, self._backend = learner, compute, backend
+    def __init__(self, learner: Sums, compute: Compute | None, backend: str) -> None:
+        self._learner, self._backend = learner, backend
+        self._compute: Compute = compute if compute is not None else _here
         if backend == "nccl" and not torch.cuda.is_available():
             raise UsageError("run.toml", "no usable GPU for NCCL", "set it to auto or gloo", "train.backend")
         self._store: Any = None
@@ -78,18 +87,24 @@ class TorchCollective:
 
     def open_store(self, host: str) -> str:
         """Keep the store where members meet. Returns its address."""
-        sock = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        port = sock.getsockname()[1]
-        self._store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
-        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        self._store, address = open_store(host)
+        return address
 
     async def reduce(self, group: Group, deadline_s: float) -> None:
         """See `protocols.Collective`."""
-        await self._compute(self._together, _reduce, group, deadline_s)
+        await self._compute(self.reduce_now, group, deadline_s)
 
     async def broadcast(self, group: Group, deadline_s: float) -> None:
         """See `protocols.Collective`."""
-        await self._compute(self._together, _broadcast, group, deadline_s)
+        await self._compute(self.broadcast_now, group, deadline_s)
+
+    def reduce_now(self, group: Group, deadline_s: float) -> None:
+        """The same, in the thread that computes."""
+        self._together(_reduce, group, deadline_s)
+
+    def broadcast_now(self, group: Group, deadline_s: float) -> None:
+        """The same, in the thread that computes."""
+        self._together(_broadcast, group, deadline_s)
 
     def _together(self, operation: Any, group: Group, deadline_s: float) -> None:
         end = time.monotonic() + deadline_s
@@ -105,8 +120,7 @@ class TorchCollective:
         self.close()
         timeout = timedelta(seconds=deadline_s)
         host, port = host_of(group.store), int(group.store.rpartition(":")[2])
-        store = self._store if group.rank == 0 else dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        assert store is not None, "a core opens its store before it orders a reduction"
+        store = self._store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         store.set_timeout(timeout)
         met = dist.PrefixStore(group.name, store)
         if self._backend == "nccl":
@@ -126,6 +140,10 @@ class TorchCollective:
         held, self._held = self._held, None
         if held is not None:
             held[1].abort()
+
+
+async def _here(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
 def _own_host(host: str, port: int) -> str:

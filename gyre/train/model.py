@@ -140,7 +140,7 @@ def _micro_batch(data: MicroStepData, rows: list[_Row], device: torch.device) ->
 class Policy:
     """A causal model, and the directory of its tokenizer. `model` is the Hugging Face model, in evaluation mode."""
 
-    def __init__(self, model: Any, source: Path, temperature: float, logits_at_once: int = _LOGITS_AT_ONCE) -> None:
+    def __init__(self, model: Any, source: Path, temperature: float, logits_at_once: int = _LOGITS_AT_ONCE, *, check: bool = True) -> None:
         self.model = model.eval()
         self.source = source
         self.device: torch.device = next(model.parameters()).device
@@ -148,7 +148,8 @@ class Policy:
         self._body = model.base_model
         self._head = model.get_output_embeddings()
         self._rows_at_once = max(1, logits_at_once // int(model.config.get_text_config().vocab_size))
-        self._check_head()
+        if check:
+            self._check_head()
 
     @classmethod
     def load(cls, path: Path, config: Model, temperature: float) -> Policy:
@@ -170,7 +171,7 @@ class Policy:
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:
             first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
             raise UsageError("run.toml", f"{path} cannot be loaded ({first})", "give a complete Hugging Face causal model", "model.path") from e
-        return cls(model.to(_device(config.device)), Path(config.path) if config.path else path, temperature)
+        return cls(model.to(device_of(config.device)), Path(config.path) if config.path else path, temperature)
 
     @torch.no_grad()
     def _check_head(self) -> None:
@@ -210,7 +211,7 @@ class Policy:
         return all_logprobs_CV.gather(-1, targets_C[:, None])[:, 0], entropy_C
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise UsageError("run.toml", "no usable GPU", "set it to auto or cpu", "model.device")

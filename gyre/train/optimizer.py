@@ -5,14 +5,18 @@ Invariants
   the weights do not change. A reduction over cells writes `totals` and leaves it as it is.
 - The masters are fp32: the model's own parameters if it is fp32, else copies which are rounded into the model after each update.
 - Weight decay spares vectors (norms, biases).
+- What continues a run is named tensors: `{kind}/{parameter}` with kind exp_avg, exp_avg_sq, step and, where the model is not fp32, master; and the
+  random state.
 
-Not here: which micro-steps belong to a step (the ledger's), how cells reduce (group.py).
+Not here: which micro-steps belong to a step (the ledger's), how cells reduce (group.py), several ranks (shards.py, which overrides what they change).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -25,6 +29,9 @@ from gyre.train.objective import OBJECTIVES, numerator
 from gyre.train.protocols import Update
 from gyre.types import TensorSpec, Version
 from gyre.weights.snapshot import Allocate, Snapshot, install, model_tensors, pack, unpack
+
+OPTIMIZER: Final = "optimizer.safetensors"  # a checkpoint's optimizer as one rank writes it
+SHARDS: Final = "optimizer"  # as several ranks write it: a directory with one file of each
 
 
 def learning_rate(train: Train, step: int, total_steps: int) -> float:
@@ -51,21 +58,28 @@ class Learner:
         self._train = train
         self.total_steps = total_steps
         self._objective = OBJECTIVES[train.objective]
+        self._token_stats = policy.token_stats
         self.parameters: dict[str, Tensor] = dict(policy.model.named_parameters())
-        self.masters = {n: p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for n, p in self.parameters.items()}
+        self.masters = {n: self._master(p) for n, p in self.parameters.items()}
         self._sums = {n: torch.zeros_like(m, requires_grad=False) for n, m in self.masters.items()}
         self.totals: list[Tensor] | None = None  # the accumulators of all cells, summed, once they were reduced
         for name, p in self.parameters.items():
-            p.register_post_accumulate_grad_hook(self._adder(name))  # type: ignore[no-untyped-call]
+            self._collect(name, p)
         groups = [
             {"params": [m for m in self.masters.values() if m.ndim >= 2], "weight_decay": train.weight_decay},
             {"params": [m for m in self.masters.values() if m.ndim < 2], "weight_decay": 0.0},
         ]
         self.adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=train.lr, betas=(train.beta1, train.beta2))
 
-    def _adder(self, name: str) -> Callable[[Tensor], None]:
-        sums = self._sums[name]
+    def _master(self, parameter: Tensor) -> Tensor:
+        return parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()
 
+    def _collect(self, name: str, parameter: Tensor) -> None:
+        """Make backward passes add this parameter's gradient to its sum."""
+        parameter.register_post_accumulate_grad_hook(self._adder(self._sums[name]))  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _adder(sums: Tensor) -> Callable[[Tensor], None]:
         def add(parameter: Tensor) -> None:
             assert parameter.grad is not None
             sums.add_(parameter.grad)
@@ -107,15 +121,17 @@ class Learner:
         for batch in micro_batches(data, self._train.micro_step_tokens, self.policy.device):
             self._accumulate(batch, version)
 
-    def _accumulate(self, batch: MicroBatch, version: int) -> None:
+    def _accumulate(self, batch: MicroBatch, version: int, *, counted: bool = True) -> None:
         if not bool(batch.old_logprobs_N.isfinite().all()):
             raise WorkFailed("a trainable token came without the log-prob it was sampled with")
         with torch.set_grad_enabled(batch.learns):
-            stats = self.policy.token_stats(batch)
+            stats = self._token_stats(batch)
             losses = self._objective(stats.logprobs_N, batch.old_logprobs_N, batch.advantages_N, self._train.ratio_low, self._train.ratio_high)
             total = numerator(losses.loss_N, batch.execution_trainable_N)
         if batch.learns:
             total.backward()  # type: ignore[no-untyped-call]
+        if not counted:
+            return
         self.tally.add(
             numerator=float(total.detach()),
             new_logprobs_N=detached(stats.logprobs_N),
@@ -138,7 +154,7 @@ class Learner:
         sums = self.sums if self.totals is None else self.totals
         for s in sums:
             s.div_(executions)
-        norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(s) for s in sums])))
+        norm = self._norm(sums)
         if not math.isfinite(norm):
             return Update(False, None, lr)
         if norm == 0:  # every group was uniform: momentum alone would drift on without any signal
@@ -151,11 +167,56 @@ class Learner:
         for group in self.adam.param_groups:
             group["lr"] = lr
         self.adam.step()
-        for name, master in self.masters.items():
+        for master in self.masters.values():
             master.grad = None
+        self._round()
+        return Update(True, norm, lr)
+
+    def _norm(self, sums: list[Tensor]) -> float:
+        return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(s) for s in sums])))
+
+    def _round(self) -> None:
+        """Bring the masters into the model."""
+        for name, master in self.masters.items():
             if master is not self.parameters[name]:
                 self.parameters[name].copy_(master)
-        return Update(True, norm, lr)
+
+    def write(self, directory: Path) -> None:
+        """Write weights and optimizer into a checkpoint that is being made."""
+        from safetensors.torch import save_file
+
+        self.policy.model.save_pretrained(directory)
+        tensors = {"random/torch": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            tensors["random/cuda"] = torch.cuda.get_rng_state()
+        for name, master in self.masters.items():
+            if master is not self.parameters[name]:
+                tensors[f"master/{name}"] = master.detach().cpu().contiguous()
+            for kind, value in self.adam.state.get(master, {}).items():
+                tensors[f"{kind}/{name}"] = value.detach().cpu().contiguous()
+        save_file(tensors, directory / OPTIMIZER)
+
+    @torch.no_grad()
+    def read(self, directory: Path) -> None:
+        """Set the optimizer from a checkpoint that any number of ranks wrote; the weights were loaded from it before. Raises `WorkFailed`."""
+        if (directory / SHARDS).is_dir():
+            from gyre.train.shards import read_full
+
+            tensors = read_full(directory / SHARDS)
+        else:
+            from safetensors.torch import load_file
+
+            tensors = load_file(directory / OPTIMIZER)
+        set_random_state(tensors)
+        for key, value in tensors.items():
+            kind, _, name = key.partition("/")
+            master = self.masters.get(name)
+            if master is None or (value.ndim and value.shape != master.shape):
+                raise WorkFailed(f"the optimizer in {directory} does not fit the model: {name}")
+            if kind == "master":
+                master.copy_(value)
+            else:
+                self.adam.state[master][kind] = value if kind == "step" else value.to(master.device)
 
     def sleep(self) -> None:
         """Leave the device, so that the cell's engine has it. Values stay, bit for bit."""
@@ -172,3 +233,11 @@ class Learner:
             t.data = t.data.to(device)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def set_random_state(tensors: dict[str, Tensor]) -> None:
+    """Take the random states out of a checkpoint's tensors and set them."""
+    torch.set_rng_state(tensors.pop("random/torch"))
+    cuda = tensors.pop("random/cuda", None)
+    if cuda is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(cuda)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 
@@ -35,6 +35,7 @@ from gyre.train.model import Policy
 from gyre.train.optimizer import Learner
 from gyre.train.orders import Orders
 from gyre.train.peers import Peers
+from gyre.train.processes import several
 from gyre.train.protocols import LeftLineage
 from gyre.train.satellite import Satellite
 from gyre.types import Version
@@ -42,6 +43,9 @@ from gyre.weights.shared import Shared
 from gyre.weights.snapshot import Snapshot
 from gyre.weights.transfer import PolicyServer
 from gyre.wire.messages import FromBuffer, FromTrain, Message, ToTrain
+
+if TYPE_CHECKING:
+    from gyre.train.ranks import RankedCollective, RankedLearner
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +145,7 @@ class Cell:
         self._client: Client | None = None
         self._policy: PolicyServer | None = None
         self._peers: Peers | None = None
+        self._watching: asyncio.Task[None] | None = None  # over the cell's other ranks
 
     def connect(self, *, listen: bool, alone: bool) -> None:
         """Bind and connect. `alone`: this is the run's only core, at the run directory's own address."""
@@ -176,9 +181,21 @@ class Cell:
         await self._client.ready(self.config.run.start_timeout_s, "gyre-buffer")
         return self._client
 
-    def _backend(self, learner: Learner) -> str:
-        wanted = self.config.train.backend
-        return ("nccl" if learner.policy.device.type == "cuda" else "gloo") if wanted == "auto" else wanted
+    def _collective(self, learner: Learner | RankedLearner) -> TorchCollective | RankedCollective:
+        if isinstance(learner, Learner):
+            wanted, natural = self.config.train.backend, "nccl" if learner.policy.device.type == "cuda" else "gloo"
+            return TorchCollective(learner, self.compute, natural if wanted == "auto" else wanted)
+        from gyre.train.ranks import RankedCollective
+
+        self._watching = self.tasks.create_task(learner.watch())
+        return RankedCollective(learner, self.compute)
+
+    async def _end(self, learner: Learner | RankedLearner) -> None:
+        """End its other ranks. Nothing is being computed any more."""
+        if not isinstance(learner, Learner):
+            if self._watching is not None:
+                self._watching.cancel()
+            await asyncio.to_thread(learner.close)
 
     # --- auto ---
 
@@ -218,7 +235,7 @@ class Cell:
         learner, ledger, step = await self._take_term(resume, fresh)
         log.info("core of term %d from step %d of %d", ledger.term, step, learner.total_steps)
         worker.status("ready", f"step {step} of {learner.total_steps}", step=step)
-        collective = TorchCollective(learner, self.compute, self._backend(learner))
+        collective = self._collective(learner)
         policy = self._policy
 
         def make(version: Version) -> Snapshot:
@@ -255,8 +272,9 @@ class Cell:
             collective.close()
             if worker.stop.is_set() and not loop.dirty and loop.step > loop.saved:
                 log.info("stopped after step %d: saved as %s", loop.step, await asyncio.to_thread(loop.save))
+            await self._end(learner)
 
-    async def _take_term(self, resume: bool, fresh: bool) -> tuple[Learner, Ledger, int]:
+    async def _take_term(self, resume: bool, fresh: bool) -> tuple[Learner | RankedLearner, Ledger, int]:
         """Become the core from the newest checkpoint of the lineage that survives. Returns the step it begins at beside its parts."""
         before: int | None = None
         while True:
@@ -270,6 +288,7 @@ class Cell:
             except LeftLineage as e:
                 log.warning("%s; trying an older one", e)
                 before = step
+                await self._end(learner)
 
     # --- satellite ---
 
@@ -280,7 +299,7 @@ class Cell:
         learner = await self.compute(_learner, config, None)
         client = await self._buffer()
         ledger = Ledger(client, config, cell=self.name, incarnation=worker.incarnation)
-        collective = TorchCollective(learner, self.compute, self._backend(learner))
+        collective = self._collective(learner)
         link = Client.connect(
             address, FromTrain, kind="train", name=self.name, incarnation=worker.incarnation, run_id=self.setup.run_id, resend_s=config.net.resend_s
         )
@@ -306,9 +325,10 @@ class Cell:
             link.close()
             with contextlib.suppress(RuntimeError):  # the thread may be closed already
                 await self.compute(collective.close)
+            await self._end(learner)
 
 
-def _learner(config: Config, found: checkpoint.Checkpoint | None) -> Learner:
+def _learner(config: Config, found: checkpoint.Checkpoint | None) -> Learner | RankedLearner:
     """The model and its optimizer, from a checkpoint or from where the run starts."""
     if config.train.engine == "paced":
         from gyre.train.paced import open_paced
@@ -321,7 +341,13 @@ def _learner(config: Config, found: checkpoint.Checkpoint | None) -> Learner:
         raise UsageError("run.toml", "missing", "name a Hugging Face model directory (--set model.path=DIR)", "model.path")
     torch.manual_seed(config.run.seed)
     source = found.path if found else Path(config.model.path)
-    learner = Learner(Policy.load(source, config.model, config.rollout.temperature), config.train, config.train.steps)
+    learner: Learner | RankedLearner
+    if several(config):
+        from gyre.train.ranks import RankedLearner
+
+        learner = RankedLearner(config, source, config.train.steps)
+    else:
+        learner = Learner(Policy.load(source, config.model, config.rollout.temperature), config.train, config.train.steps)
     if found:
         checkpoint.restore(learner, found)
         log.info("resumed from %s", found.path)

@@ -1,0 +1,197 @@
+"""The processes of a cell's ranks, and how they find each other.
+
+A follower is this very command, started again with its place in the environment; torchrun's ranks come with theirs. What a follower prints, a
+traceback above all, appears on the leader's stderr behind its rank.
+
+Invariants: without torchrun all sockets are on loopback; a follower ends when the leader's end of its pipe closes, which the kernel sees to.
+
+Not here: what the ranks do (ranks.py).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any, Final, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from gyre.config import Config
+from gyre.errors import UsageError, WorkFailed
+from gyre.train.group import open_store
+from gyre.train.model import device_of
+
+PLACE: Final = "GYRE_RANK"  # in a follower's environment: rank/ranks@port
+EXIT_BEREFT: Final = 76  # a follower that lost another rank: a consequence, never the cause
+_NOTICE_S: Final = 5.0
+
+
+class Follower:
+    """A process that the leader started, and the last of what it said."""
+
+    def __init__(self, rank: int, ranks: int, port: int) -> None:
+        self.rank = rank
+        self.failed: str | None = None  # why it ended, when it should not have
+        self.said: collections.deque[str] = collections.deque(maxlen=1)
+        self.expected = False  # to end
+        env = {**os.environ, PLACE: f"{rank}/{ranks}@{port}"}
+        argv = [sys.executable, *sys.orig_argv[1:]]  # this very command
+        self.process = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
+        self.thread = threading.Thread(target=self._listen, name=f"rank {rank}", daemon=True)
+        self.thread.start()
+
+    def _listen(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.extend([line.strip()] if line.strip() else [])
+            sys.stderr.write(f"rank {self.rank}: {line}")
+        code = self.process.wait()
+        if not self.expected:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+            self.failed = f"rank {self.rank} {how}" + (f": {self.said[-1]}" if self.said else "")
+
+    def end(self, deadline: float) -> None:
+        """Wait for it to end; kill it at the deadline."""
+        self.expected = True
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()  # type: ignore[union-attr]
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.thread.join(_NOTICE_S)
+
+
+class Ranks:
+    """One rank's process groups: one for data, one on the CPU for commands."""
+
+    def __init__(self, config: Config, rank: int, local_rank: int, ranks: int, store: Any) -> None:
+        kind = device_of(config.model.device).type
+        if kind == "cuda":
+            if local_rank >= torch.cuda.device_count():
+                raise UsageError("run.toml", f"rank {rank} has no GPU of its own", f"lower it to at most {torch.cuda.device_count()}", "train.ranks")
+            torch.cuda.set_device(local_rank)
+        limit = timedelta(seconds=config.train.ranks_timeout_s)
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        if store is not None:
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(name, "lo")
+            dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+        else:
+            dist.init_process_group(backend, timeout=limit)  # as torchrun's environment says
+        self.rank = rank
+        self.control = dist.new_group(backend="gloo", timeout=limit)
+        self.mesh = init_device_mesh(kind, (ranks,))
+
+    def send(self, data: bytes) -> None:
+        """From the leader to all."""
+        dist.broadcast(torch.tensor([len(data)]), 0, self.control)
+        dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, self.control)
+
+    def receive(self) -> bytes:
+        """What the leader sent. Raises RuntimeError when it is gone, or silent for train.ranks_timeout_s."""
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(length, 0, self.control)
+        data = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(data, 0, self.control)
+        return data.numpy().tobytes()
+
+
+class Followers(list[Follower]):
+    """Those that this process started; none under torchrun."""
+
+    @property
+    def lost(self) -> str | None:
+        """Who ended, and how, when it should not have; the cause before its consequences."""
+        failed = sorted((f.process.returncode == EXIT_BEREFT, f.failed) for f in self if f.failed)
+        return failed[0][1] if failed else None
+
+    @property
+    def cause_known(self) -> bool:
+        return any(f.failed and f.process.returncode != EXIT_BEREFT for f in self)
+
+    def end(self, grace_s: float) -> None:
+        """Wait for all of them to end; then kill."""
+        deadline = time.monotonic() + grace_s
+        for f in self:
+            f.end(deadline)
+
+
+def lead(config: Config, followers: Followers) -> Ranks:
+    """Be rank 0: start the others, unless torchrun did, and wait for them. Raises `UsageError` or `WorkFailed`."""
+    if under_torchrun():
+        return _as_torchrun_says(config)
+    ranks = config.train.ranks
+    _set_threads(config, ranks)
+    store, address = open_store("127.0.0.1")
+    port = int(address.rpartition(":")[2])
+    followers += [Follower(r, ranks, port) for r in range(1, ranks)]
+    end = time.monotonic() + config.run.start_timeout_s
+    while not store.check([f"here/{r}" for r in range(1, ranks)]):
+        if followers.lost:
+            raise WorkFailed(f"this cell lost a rank at its start: {followers.lost}")
+        if time.monotonic() > end:
+            raise WorkFailed(f"gave up after {config.run.start_timeout_s} s waiting for {ranks - 1} more ranks of this cell to start")
+        time.sleep(0.05)
+    return Ranks(config, 0, 0, ranks, store)
+
+
+def several(config: Config) -> bool:
+    """Is this cell's model shared by several ranks?"""
+    return config.train.ranks > 1 or under_torchrun()
+
+
+def under_torchrun() -> bool:
+    """Did torchrun start this process, with others?"""
+    return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def leave(code: int) -> NoReturn:
+    """End without the interpreter's own end, in which a thread of Gloo that lets go of a tensor may abort it (pytorch pull request 179291)."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def join(config: Config) -> Ranks:
+    """Be a follower. Signals are the leader's to act upon."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if PLACE not in os.environ:
+        return _as_torchrun_says(config)
+    rank, ranks, port = (int(n) for n in os.environ[PLACE].replace("@", "/").split("/"))
+    threading.Thread(target=_end_with_leader, name="leader", daemon=True).start()
+    _set_threads(config, ranks)
+    store = dist.TCPStore("127.0.0.1", port, ranks, False, timedelta(seconds=config.run.start_timeout_s))  # type: ignore[attr-defined]
+    store.set(f"here/{rank}", "")
+    return Ranks(config, rank, rank, ranks, store)
+
+
+def _as_torchrun_says(config: Config) -> Ranks:
+    rank, local, ranks = (int(os.environ[k]) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    if config.train.ranks not in (1, ranks):
+        raise UsageError("--ranks", f"{config.train.ranks}, and torchrun started {ranks}", "leave it out", "train.ranks")
+    return Ranks(config, rank, local, ranks, None)
+
+
+def _set_threads(config: Config, ranks: int) -> None:
+    torch.set_num_threads(config.train.threads or max(1, (os.cpu_count() or 1) // ranks))
+
+
+def _end_with_leader() -> None:
+    """The leader holds the other end of this pipe; when it is gone there is nobody to work for."""
+    while os.read(0, 1):
+        pass
+    os._exit(1)

@@ -1,0 +1,69 @@
+"""Runs whose trainer has two ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from whole_run import RIGHT, WRONG, Run
+
+
+def followers(run: Run, trainer: int) -> list[int]:
+    """Processes of this run's gyre-train but the leader."""
+    found = []
+    for pid in (int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()):
+        try:
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if pid != trainer and state != "Z" and "gyre_commands.train" in line and str(run.dir) in line:
+            found.append(pid)
+    return found
+
+
+def learn_from_a_script(run: Run) -> None:
+    """Six steps that change the weights, though what the scripted engine says of its tokens' log-probs is far off."""
+    text = run.config.read_text().replace("steps = 4", "steps = 6").replace("[train]\n", "[train]\nratio_low = 0.0\nratio_high = 1e9\n")
+    run.config.write_text(text)
+
+
+def test_two_ranks_coordinated(run: Run) -> None:
+    learn_from_a_script(run)
+    done = run.coord("--steps", "2", "--set", "train.ranks=2")
+    assert done.returncode == 0, done.stderr
+    assert "step 2: reward 0.5" in done.stderr and run.left_behind() == []
+    assert len(list((run.dir / "checkpoints" / "step-2" / "optimizer").iterdir())) == 2
+
+
+def test_two_ranks_lost_and_found(run: Run) -> None:
+    """`gyre-train --ranks 2`: a follower killed ends it with a reason, the leader killed ends the follower; then one rank goes on to the end."""
+    run.script(RIGHT, WRONG, delay_s=0.01)
+    learn_from_a_script(run)
+    run.start("buffer")
+    first = run.start("train", "--ranks", "2")
+    run.start("rollout")
+    run.start("sandbox")
+    saved = run.dir / "checkpoints" / "step-2"
+    run.until(saved.is_dir, "the first checkpoint")
+    (follower,) = followers(run, first.pid)
+    os.kill(follower, signal.SIGKILL)
+    run.wait("train", 1)
+    assert run.log("train").splitlines()[-1].startswith("error: this cell lost a rank: rank 1 was killed by signal 9")
+
+    second = run.start("train", "--ranks", "2", "--resume")
+    run.until(lambda: "core of term 2" in run.log("train"), "the core's second life")
+    second.kill()
+    second.wait(30)
+    end = time.monotonic() + 20
+    while followers(run, second.pid):
+        assert time.monotonic() < end, "a follower outlived its leader"
+        time.sleep(0.05)
+
+    run.start("train", "--resume")
+    run.finish()
+    assert [s["step"] for s in run.dump("--kind", "steps")] == [1, 2, 3, 4, 5, 6]
+    assert (run.dir / "checkpoints" / "step-6" / "optimizer.safetensors").is_file()
+    assert run.left_behind() == []
