@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+from alone import check_against_alone, check_counted_once
 from whole_run import RIGHT, WRONG, Run
 
 
@@ -66,4 +67,25 @@ def test_two_ranks_lost_and_found(run: Run) -> None:
     run.finish()
     assert [s["step"] for s in run.dump("--kind", "steps")] == [1, 2, 3, 4, 5, 6]
     assert (run.dir / "checkpoints" / "step-6" / "optimizer.safetensors").is_file()
+    assert run.left_behind() == []
+
+
+def test_two_cells_of_two_ranks(run: Run) -> None:
+    """A core and a satellite, two ranks each: rank r reduces with rank r, and the weights are those of one process alone."""
+    text = run.config.read_text().replace("steps = 4", "steps = 3\nmicro_step_tokens = 1\nratio_low = 1e-9\nratio_high = 1e9\nranks = 2")
+    run.config.write_text(text)
+    run.script(RIGHT, WRONG, delay_s=0.03)
+    run.start("buffer")
+    run.start("rollout")
+    run.start("train", "--cell", "core")
+    run.start("train", "--role", "satellite", "--cell", "sat", name="sat")
+    log = run.dir / "events.jsonl"
+    run.until(lambda: log.exists() and '"joined"' in log.read_text(), "the satellite to join")
+    run.start("sandbox")
+    for name in ("train", "sat", "sandbox", "buffer"):
+        run.wait(name)
+    assert {e["cell"] for s in check_counted_once(run, 3) for e in s["entries"]} == {"core", "sat"}
+    check_against_alone(run)
+    run.processes["rollout"].send_signal(signal.SIGTERM)
+    run.wait("rollout", 143)
     assert run.left_behind() == []

@@ -71,13 +71,20 @@ def weights(learner: Any) -> dict[str, torch.Tensor]:
     return unpack(snapshot.tensors, snapshot.data)
 
 
+def gradient(learner: Any, denominator: int) -> dict[str, torch.Tensor]:
+    """The step's full gradient."""
+    if isinstance(learner, RankedLearner):
+        return learner.gradient(denominator)
+    return {n: s / denominator for n, s in zip(learner.parameters, learner.sums, strict=True)}
+
+
 def take(learner: Any, step: Step, prefix: str = "") -> dict[str, torch.Tensor]:
     """Do a step; its gradient, norm, tally and the new weights, by name."""
     learner.zero()
     for m in step.micro_steps:
         learner.accumulate(data_of(m), step.step - 1)
     label = prefix + step.label
-    found = {f"{label}/gradient/{n}": t.clone() for n, t in learner.gradient(step.executions).items()}
+    found = {f"{label}/gradient/{n}": t.clone() for n, t in gradient(learner, step.executions).items()}
     t = learner.tally
     found[f"{label}/tally"] = torch.tensor(
         [
