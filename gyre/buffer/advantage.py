@@ -33,5 +33,5 @@ def advantages(rewards: Sequence[float], rule: Rule) -> list[float]:
     centred = [r - mean for r in rewards]
     if rule == "mean":
         return centred
-    std = math.sqrt(math.fsum(c * c for c in centred) / len(centred))
-    return [c / std for c in centred]
+    norm = math.hypot(*centred)  # of rewards that differ, above 0 however little they do: no square underflows
+    return [c / norm * math.sqrt(len(centred)) for c in centred]

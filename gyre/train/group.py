@@ -94,7 +94,7 @@ class TorchCollective:
     def _together(self, operation: Any, group: Group, deadline_s: float) -> None:
         end = time.monotonic() + deadline_s
         try:
-            operation(self._group(group, deadline_s), self._learner, group.rank, end)
+            operation(self._group(group, deadline_s), self._learner, group.rank, end, self._backend == "gloo")
         except RuntimeError as e:  # what torch raises for a peer that is gone, and for a deadline
             self.close()
             raise CollectiveFailed(str(e).partition("] ")[2].partition(". ")[0] or str(e).partition("\n")[0]) from None
@@ -140,26 +140,37 @@ def _left(end: float) -> timedelta:
     return timedelta(seconds=max(0.001, end - time.monotonic()))
 
 
-def _reduce(group: Any, learner: Sums, rank: int, end: float) -> None:
+def _copy(bucket: Sequence[Tensor], host: bool) -> Tensor:
+    """A bucket as one vector, which the collective may write; on the host, where Gloo has all its operations."""
+    flat = torch.cat([t.reshape(-1) for t in bucket])
+    return flat.cpu() if host else flat
+
+
+def _split(flat: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
+    parts = torch.split(flat.to(bucket[0].device), [t.numel() for t in bucket])
+    return [part.view(t.shape) for part, t in zip(parts, bucket, strict=True)]
+
+
+def _reduce(group: Any, learner: Sums, rank: int, end: float, host: bool) -> None:
     totals: list[Tensor] = []
     for bucket in buckets(learner.sums):
-        flat = torch.cat([t.reshape(-1) for t in bucket])
+        flat = _copy(bucket, host)
         options = dist.ReduceOptions()
         options.rootRank, options.timeout = 0, _left(end)
         group.reduce([flat], options).wait()
         if rank == 0:
-            totals += [part.view(t.shape) for part, t in zip(torch.split(flat, [t.numel() for t in bucket]), bucket, strict=True)]
+            totals += _split(flat, bucket)
     if rank == 0:
         learner.totals = totals
 
 
 @torch.no_grad()
-def _broadcast(group: Any, learner: Sums, rank: int, end: float) -> None:
+def _broadcast(group: Any, learner: Sums, rank: int, end: float, host: bool) -> None:
     for bucket in buckets(learner.weights):
-        flat = torch.cat([t.reshape(-1) for t in bucket])
+        flat = _copy(bucket, host)
         options = dist.BroadcastOptions()
         options.rootRank, options.timeout = 0, _left(end)
         group.broadcast([flat], options).wait()
         if rank != 0:
-            for part, t in zip(torch.split(flat, [t.numel() for t in bucket]), bucket, strict=True):
-                t.copy_(part.view(t.shape))
+            for part, t in zip(_split(flat, bucket), bucket, strict=True):
+                t.copy_(part)

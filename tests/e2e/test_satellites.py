@@ -190,7 +190,7 @@ class TinyCoordinator:
                     server.send(peer, SetRole(id=mint(), role=role, epoch=epoch, core=core.address, core_cell=self.core))
 
         serving = asyncio.create_task(server.serve(handle))
-        while not self._stop.is_set():
+        while not self._stop.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         serving.cancel()
         server.close()

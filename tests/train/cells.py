@@ -49,11 +49,13 @@ class Pipe:
         self._pending: dict[str, asyncio.Future[Any]] = {}
 
     async def request(self, message: w.Message, arrays: Any = None, *, deadline_s: float, what: str) -> Any:
-        self._pending[message.id] = asyncio.get_running_loop().create_future()
-        self.send(message)
+        answered = self._pending[message.id] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(DEADLINE_S):
-                return await self._pending[message.id]
+                while not answered.done():  # repeated until answered
+                    self.send(message)
+                    await asyncio.wait([answered], timeout=1.0)
+                return answered.result()
         finally:
             del self._pending[message.id]
 
@@ -260,11 +262,16 @@ class Cluster:
     async def __aenter__(self) -> Cluster:
         torch.set_num_threads(1)
         self.buffer = Buffer(self.config, self.pace_s)
-        self.core = self.cells["core"] = Cell(self, "core")
         self._group = asyncio.TaskGroup()
         await self._group.__aenter__()
-        self._beside = [self._spawn(x) for x in (self.buffer.sandboxes(), self.buffer.ticks(), self.core.ledger.renew_for_ever())]
-        core = self.core
+        self._beside = [self._spawn(x) for x in (self.buffer.sandboxes(), self.buffer.ticks())]
+        await self.restart_core()
+        return self
+
+    async def restart_core(self) -> None:
+        """Another life of the core, from step 0, under a term of its own."""
+        core = self.core = self.cells["core"] = Cell(self, "core")
+        self._beside.append(self._spawn(core.ledger.renew_for_ever()))
         core.learner.total_steps = await core.ledger.acquire(0)
         self.peers = Peers(
             lambda peer, message, arrays: peer.identity(message, arrays), core.collective, "store", lambda v: core.learner.snapshot(v, Shared),
@@ -275,7 +282,6 @@ class Cluster:
             core.learner, core.ledger, Engines(), self.peers, core.told, core.compute, self._spawn, lambda *a: Path("checkpoint"), self.board,
             self.config, step=0,
         )  # fmt: skip
-        return self
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:
         return self._group.create_task(coroutine)

@@ -181,3 +181,42 @@ def test_leaving_where_the_step_cannot_end_gives_back(tiny_model: Path) -> None:
             await cluster.end()
 
     asyncio.run(main())
+
+
+def test_a_satellite_told_to_end_gives_back_at_once(tiny_model: Path) -> None:
+    """Nobody waits for its lease."""
+
+    async def main() -> None:
+        async with Cluster(tiny_model, config(steps=1, claim_ttl_s=1e6), compute_s=0.002) as cluster:
+            cluster.core.told.turn(False)
+            sat = cluster.satellite("sat")
+            cluster.start()
+            await until(lambda: sat.accumulated == 6)
+            cluster.tasks.pop("sat").cancel()
+            await until(lambda: len(cluster.buffer.machine.state.meta.voided) == 1)
+            cluster.core.told.turn(True)
+            await cluster.end()
+            assert cluster.parts(1) == {"core": 6}
+
+    asyncio.run(main())
+
+
+def test_a_satellite_outlives_its_core(tiny_model: Path) -> None:
+    """A new core under a new term: what was accumulated under the old one is refused, the satellite zeroes and joins again."""
+
+    async def main() -> None:
+        async with Cluster(tiny_model, config(steps=2), compute_s=0.002) as cluster:
+            cluster.core.told.turn(False)
+            sat = cluster.satellite("sat")
+            cluster.start()
+            await until(lambda: sat.accumulated == 6)
+            cluster.tasks.pop("core").cancel()
+            await cluster.restart_core()
+            cluster.start()
+            await cluster.end()
+            cluster.final = cluster.weights()  # type: ignore[attr-defined]
+            assert cluster.core.ledger.term == 2 and len(cluster.noted("joined")) >= 2
+            assert all(e.incarnation != "sat.1" for m in cluster.buffer.manifests.values() for e in m.entries), "nothing of the old term counts"
+        same(await whole_run(tiny_model, config(steps=2), 0), cluster, tiny_model)
+
+    asyncio.run(main())
