@@ -150,7 +150,7 @@ class MemoryCollective:
 
     async def _reduce(self, met: _Group, operation: _Operation, group: Group) -> None:
         await self._travel()
-        operation.parts[group.rank] = [t.clone() for t in self._learner.sums]
+        operation.parts[group.rank] = [t.detach().clone() for t in self._learner.sums]
         met.tell()
         if group.rank == 0:
             await met.until(lambda: len(operation.parts) == group.size)
@@ -164,12 +164,13 @@ class MemoryCollective:
             await self._travel()
             return
         await met.until(lambda: 0 in operation.parts)
-        with torch.no_grad():
-            for t, source in zip(self._learner.weights, operation.parts[0], strict=True):
-                half = len(t) // 2
-                t[:half] = source[:half]
+        weights = [t.detach() for t in self._learner.weights]
+        for n, (t, source) in enumerate(zip(weights, operation.parts[0], strict=True)):
+            half = len(t) // 2
+            t[:half] = source[:half]
+            if n == 0:
                 await self._travel()  # torn, if this fails
-                t[half:] = source[half:]
+            t[half:] = source[half:]
 
     async def _travel(self) -> None:
         rng = self._meetings.rng
