@@ -1,5 +1,5 @@
 #!/bin/sh
-# The quick start from nothing to a trained model: tasks, a warm start, 80 steps of reinforcement learning on four cells that turn, the report.
+# The quick start from nothing to a trained model: tasks, a warm start, 64 steps of reinforcement learning on four cells that turn, the report.
 # Run by `make demo`, with gyre's commands on PATH. SEED=N for another seed, RUN=DIR for another run directory, HOSTS=FILE for other cells
 # (fixed.txt: fixed roles), RULE=NAME for another rule, STEPS=N for fewer steps, UNSAFE=1 without bubblewrap.
 set -eu
@@ -48,4 +48,4 @@ say "4/4  Reinforcement learning from the verifiers alone"
 # shellcheck disable=SC2086
 gyre-coord --cells "$hosts" --config "$here/run.toml" --run "$run" --set run.seed="$seed" $flags \
     --set model.path="$PWD/$made/model-$seed" --set tasks.train="$PWD/$made/tasks-$seed/train" --set tasks.heldout="$PWD/$made/tasks-$seed/heldout"
-gyre-report "$run"
+gyre-report "$run" --figure roles --figure burst
