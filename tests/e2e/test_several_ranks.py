@@ -12,7 +12,7 @@ from whole_run import RIGHT, WRONG, Run
 
 
 def followers(run: Run, trainer: int) -> list[int]:
-    """Processes of this run's gyre-train but the leader."""
+    """Processes of this run's trainers, but `trainer`."""
     found = []
     for pid in (int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()):
         try:
@@ -35,7 +35,7 @@ def test_two_ranks_coordinated(run: Run) -> None:
     learn_from_a_script(run)
     done = run.coord("--steps", "2", "--set", "train.ranks=2")
     assert done.returncode == 0, done.stderr
-    assert "step 2: reward 0.5" in done.stderr and run.left_behind() == []
+    assert "step 2: reward 0.5" in done.stderr and followers(run, 0) == []
     assert len(list((run.dir / "checkpoints" / "step-2" / "optimizer").iterdir())) == 2
 
 
@@ -67,7 +67,7 @@ def test_two_ranks_lost_and_found(run: Run) -> None:
     run.finish()
     assert [s["step"] for s in run.dump("--kind", "steps")] == [1, 2, 3, 4, 5, 6]
     assert (run.dir / "checkpoints" / "step-6" / "optimizer.safetensors").is_file()
-    assert run.left_behind() == []
+    assert followers(run, 0) == []
 
 
 def test_two_cells_of_two_ranks(run: Run) -> None:
@@ -88,4 +88,4 @@ def test_two_cells_of_two_ranks(run: Run) -> None:
     check_against_alone(run)
     run.processes["rollout"].send_signal(signal.SIGTERM)
     run.wait("rollout", 143)
-    assert run.left_behind() == []
+    assert followers(run, 0) == []
