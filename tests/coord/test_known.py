@@ -71,4 +71,4 @@ def test_lookahead_can_use_it() -> None:
         known=k.known(40.0),
     )
     reason = make_rule("lookahead")(view).reason
-    assert "the burst ends" in reason or "the paper's rule ends the burst soonest" in reason
+    assert "the burst ends" in reason or "ends the burst soonest" in reason
