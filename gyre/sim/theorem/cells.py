@@ -15,8 +15,8 @@ from typing import Any
 from gyre.net.sockets import Peer
 from gyre.sim.theorem.chronicle import Sight, Update, Vector
 from gyre.sim.theorem.clock import Process
-from gyre.sim.theorem.compute import Compute
 from gyre.sim.theorem.collective import MemoryCollective
+from gyre.sim.theorem.compute import Compute
 from gyre.sim.theorem.network import Client, Server
 from gyre.sim.theorem.world import World
 from gyre.train.corelink import CoreLink

@@ -210,5 +210,3 @@ CHECKERS: Final[tuple[Callable[[Chronicle], Findings], ...]] = (partition, voide
 def judge(c: Chronicle) -> list[str]:
     """Everything that is wrong with a world."""
     return [f"{check.__name__}: {finding}" for check in CHECKERS for finding in check(c)]
-
-

@@ -6,6 +6,7 @@ Invariant: what an execution brings is a function of (seed, rollout, epoch) alon
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from array import array
 from dataclasses import dataclass
@@ -93,7 +94,9 @@ def _extend(arrays: dict[str, Any], b: Branch, start: int, end: int, version: in
 class Sandbox:
     """One life of a gyre-sandbox."""
 
-    def __init__(self, network: Network, process: Process, config: Config, seed: int, *, slots: int, seconds: float, trouble: float, rewards: int) -> None:
+    def __init__(
+        self, network: Network, process: Process, config: Config, seed: int, *, slots: int, seconds: float, trouble: float, rewards: int
+    ) -> None:
         self._client = Client(
             network, process, "buffer", FromBuffer,
             kind="sandbox", name=process.name, incarnation="1", resend_s=config.net.resend_s,
@@ -124,7 +127,7 @@ class Sandbox:
                 if key not in self._running:
                     task = self._process.spawn(self._execute(ticket), f"{ticket.rollout_id}/{ticket.epoch}")
                     self._running[key] = task
-                    task.add_done_callback(lambda _, k=key: self._running.pop(k, None))
+                    task.add_done_callback(functools.partial(self._done, key))
             if answer.finished:
                 renewing.cancel()
                 return
@@ -134,6 +137,9 @@ class Sandbox:
             return (await self._client.request(request, arrays, deadline_s=self._config.net.request_timeout_s, what=what))[0]
         except DeadlineExceeded:
             return None
+
+    def _done(self, key: tuple[str, int], _: asyncio.Task[None]) -> None:
+        self._running.pop(key, None)
 
     async def _execute(self, ticket: Ticket) -> None:
         await asyncio.sleep(self._rng.expovariate(1.0 / self._seconds))

@@ -1,4 +1,4 @@
-"""A learner small enough for thousands of worlds: a table of logits in float64, its gradient in closed form, Adam. The interface is `train.protocols.Learning`.
+"""A learner small enough for thousands of worlds: a table of logits in float64, its gradient in closed form, Adam (`train.protocols.Learning`).
 
 Invariants
 - `sums` is Σ ∇ numerator over what was accumulated and, behind it, how often each trajectory is in it; both go through a reduction alike. So the
@@ -150,7 +150,12 @@ class TableLearner:
             n, m, v = n + 1, 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
             w -= self._lr * (m / (1 - 0.9**n)) / (np.sqrt(v / (1 - 0.95**n)) + 1e-8)  # in place: snapshots must be copies
             self.state = State(w, m, v, n)
-        self._stepped(step, gradient / max(1, executions), self.state.weights, Counter({named(int(k), self._per_group): int(counts[k]) for k in np.flatnonzero(counts)}))
+        self._stepped(
+            step,
+            gradient / max(1, executions),
+            self.state.weights,
+            Counter({named(int(k), self._per_group): int(counts[k]) for k in np.flatnonzero(counts)}),
+        )
         return Update(norm > 0, norm, self._lr)
 
     def snapshot(self, version: Version, allocate: Allocate = bytearray) -> Snapshot:

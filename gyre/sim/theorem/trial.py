@@ -1,8 +1,8 @@
 """Play the world of a seed and judge it.
 
-    python -m gyre.sim.theorem.trial 17          play one world; print its plan, what befell it, and what is wrong with it
-    python -m gyre.sim.theorem.trial 17 --log    and what its processes logged, in virtual time
-    python -m gyre.sim.theorem.trial 17 --said   and every message
+python -m gyre.sim.theorem.trial 17          play one world; print its plan, what befell it, and what is wrong with it
+python -m gyre.sim.theorem.trial 17 --log    and what its processes logged, in virtual time
+python -m gyre.sim.theorem.trial 17 --said   and every message
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def play(plan: Plan, kind: Kind | None = None) -> Verdict:
         operator = Operator(world)
         await operator.run()
         await operator.finish()
-        while world.buffer is None or not world.buffer.machine.finished:
+        while world.buffer is None or not world.buffer.machine.finished:  # noqa: ASYNC110
             await asyncio.sleep(1.0)
         world.network.over = True
         going.cancel()

@@ -122,7 +122,7 @@ class World:
         process.spawn(self.buffer.serve())
 
     def _snapshot(self, counters: Counters) -> None:
-        rows = Counter({s: 0 for s in RolloutState})
+        rows = Counter(dict.fromkeys(RolloutState, 0))
         rows.update(self.disk.states.values())
         self.chronicle.snapshots.append(Snapshot(self.loop.time(), counters, rows))
 
@@ -147,7 +147,6 @@ class World:
             for name, process in sandboxes.items():
                 if process.life is Life.DEAD:
                     sandboxes[name] = self.start_sandbox(name)
-
 
     def save(self, term: int, step: int, state: Any) -> None:
         """As `train.checkpoint.save` does it."""
