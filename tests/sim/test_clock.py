@@ -51,7 +51,7 @@ def test_nothing_left_to_happen_names_who_waits() -> None:
 
 def test_the_end_of_time_names_who_waits() -> None:
     async def main(loop: VirtualLoop) -> None:
-        while True:
+        while True:  # noqa: ASYNC110
             await asyncio.sleep(1.0)
 
     with pytest.raises(Stuck, match=r"not done at 1[01]\.000 s"):

@@ -22,8 +22,9 @@ from gyre.buffer.effects import Deliver, Drop, Effect, Log, Now, Put, Received, 
 from gyre.buffer.machine import Machine
 from gyre.buffer.queries import TaskSet
 from gyre.config import Config
+from gyre.net.sockets import Peer
 from gyre.sim.theorem.clock import Process
-from gyre.sim.theorem.network import Network, Peer, Server
+from gyre.sim.theorem.network import Network, Server
 from gyre.trajectory.flatten import flatten
 from gyre.types import MicroStepState, Purpose, RolloutState
 from gyre.wire import payload

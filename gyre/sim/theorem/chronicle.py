@@ -1,6 +1,7 @@
 """What happened in a world, for those who judge it: messages, the durable event log, snapshots, and every sight of weights.
 
-Invariant: recorded from outside. Nothing here is asked of a machine or a loop; an observation is of messages sent, rows on disk, or numbers in a learner.
+Invariant: recorded from outside. Nothing here is asked of a machine or a loop; an observation is of messages sent, rows on disk, or numbers
+in a learner.
 """
 
 from __future__ import annotations

@@ -135,9 +135,13 @@ class _Timer(_Turn, asyncio.TimerHandle):
 
     __slots__ = ("number",)
 
+    def __init__(self, number: int, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.number = number
+        self._scheduled = True
+
     def __lt__(self, other: Any) -> bool:
-        mine, others = self.when(), other.when()
-        return self.number < other.number if mine == others else mine < others
+        return (self.when(), self.number) < (other.when(), other.number)
 
 
 class _Selector:
@@ -153,6 +157,9 @@ class _Selector:
 
 class VirtualLoop(asyncio.BaseEventLoop):
     """See the module. The world must have ended at `end_s` and after `end_turns`: the second is for one that turns without its time going on."""
+
+    _ready: Any  # asyncio's own: what is to run in this turn, and a heap of timers
+    _scheduled: Any
 
     def __init__(self, end_s: float = 1e6, end_turns: float = 1e6) -> None:
         super().__init__()
@@ -189,7 +196,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         lives = [f"{p.name} is {p.life.value}" for p in self.processes if p.life is not Life.RUNNING]
         return "; ".join([f"{len(waiting)} tasks wait: {', '.join(sorted(waiting))}", *lives])
 
-    def create_task(self, coro: Any, *, name: str | None = None, context: contextvars.Context | None = None) -> asyncio.Task[Any]:
+    def create_task(self, coro: Any, *, name: Any = None, context: contextvars.Context | None = None) -> asyncio.Task[Any]:
         task: asyncio.Task[Any] = super().create_task(coro, name=name, context=context)
         self._tasks.append(task)
         return task
@@ -203,12 +210,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._ready.append(handle)
         return handle
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> asyncio.TimerHandle:
-        timer = _Timer(when, callback, args, self, context)
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:  # fmt: skip
         self._timers += 1
-        timer.number = self._timers
+        timer = _Timer(self._timers, when, callback, args, self, context)
         heapq.heappush(self._scheduled, timer)
-        timer._scheduled = True
         return timer
 
     def _process_events(self, events: list[Any]) -> None:

@@ -1,8 +1,8 @@
 """Reduction and broadcast in memory: the promises and the failures of `train.group.TorchCollective`.
 
 Invariants
-- Members meet by the group's name, which is used again while the group works; the k-th collective of one member is the k-th of every other, and of one
-  kind (`Mismatch`: a bug that would sum weights into gradients). Nothing moves before all are there.
+- Members meet by the group's name, which is used again while the group works; the k-th collective of one member is the k-th of every other, and of
+  one kind (`Mismatch`: a bug that would sum weights into gradients). Nothing moves before all are there.
 - A reduction reads each accumulator and changes none; the core's learner gets the sum at once and whole, or nothing.
 - Whoever waits longer than the deadline fails. A member that fails closes its part, so the others in it fail too; those that were through already
   have succeeded. A broadcast that fails may leave a member's weights torn.

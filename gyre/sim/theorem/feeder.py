@@ -6,6 +6,7 @@ Invariant: what an execution brings is a function of (seed, rollout, epoch) alon
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from array import array
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ class Sandbox:
                 if key not in self._running:
                     task = self._process.spawn(self._execute(ticket), f"{ticket.rollout_id}/{ticket.epoch}")
                     self._running[key] = task
-                    task.add_done_callback(lambda _, k=key: self._running.pop(k, None))
+                    task.add_done_callback(functools.partial(self._done, key))
             if answer.finished:
                 renewing.cancel()
                 return
@@ -136,6 +137,9 @@ class Sandbox:
             return (await self._client.request(request, arrays, deadline_s=self._config.net.request_timeout_s, what=what))[0]
         except DeadlineExceeded:
             return None
+
+    def _done(self, key: tuple[str, int], _: asyncio.Task[None]) -> None:
+        self._running.pop(key, None)
 
     async def _execute(self, ticket: Ticket) -> None:
         await asyncio.sleep(self._rng.expovariate(1.0 / self._seconds))

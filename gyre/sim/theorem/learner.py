@@ -1,4 +1,4 @@
-"""A learner small enough for thousands of worlds: a table of logits in float64, its gradient in closed form, Adam. The interface is `train.protocols.Learning`.
+"""A learner small enough for thousands of worlds: a table of logits in float64, its gradient in closed form, Adam (`train.protocols.Learning`).
 
 Invariants
 - `sums` is Σ ∇ numerator over what was accumulated and, behind it, how often each trajectory is in it; both go through a reduction alike. So the

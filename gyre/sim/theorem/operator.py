@@ -1,7 +1,8 @@
 """Who starts cells, tells them what to be, and replaces those that are lost: a coordinator that sees only who runs, who is stopped and who ended.
 
-A core that is dead, or stopped for longer than the plan's patience, is followed by a new life of its cell or by another cell, from the last checkpoint
-and under a new term; the one that was stopped wakes later as a zombie. What ends with the error that a newer core exists becomes a satellite.
+A core that is dead, or stopped for longer than the plan's patience, is followed by a new life of its cell or by another cell, from the last
+checkpoint and under a new term; the one that was stopped wakes later as a zombie. What ends with the error that a newer core exists is started
+again as a satellite.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Operator:
         for post in self._posts.values():
             self._tell(post, True)
         self._over = True
-        while not all(self._ended(p) or self._lost(p) for p in self._posts.values()):
+        while not all(self._ended(p) or self._lost(p) for p in self._posts.values()):  # noqa: ASYNC110
             await asyncio.sleep(EVERY_S)
 
     def _ended(self, post: Post) -> bool:

@@ -1,7 +1,7 @@
 """The production learner in the deterministic world, on a tiny model in fp32; and one cell alone with it, from scratch.
 
-The judge's step is one loss over the step's executions, a trajectory at a time through the whole model, and torch's AdamW: no packing, no micro-batches,
-no accumulator. Gating and loss are written out again (`dis` of train.objective).
+The judge's step is one loss over the step's executions, a trajectory at a time through the whole model, and torch's AdamW: no packing, no
+micro-batches, no accumulator. Gating and loss are written out again (`dis` of train.objective).
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def play(plan: Plan, kind: Kind | None = None) -> Verdict:
         operator = Operator(world)
         await operator.run()
         await operator.finish()
-        while world.buffer is None or not world.buffer.machine.finished:
+        while world.buffer is None or not world.buffer.machine.finished:  # noqa: ASYNC110
             await asyncio.sleep(1.0)
         world.network.over = True
         going.cancel()
