@@ -266,8 +266,8 @@ class Roles:
 
     @staticmethod
     def _situation(view: View) -> tuple[object, ...]:
-        """All that is not changed by executions that end."""
-        return view.burst, view.steps_left, view.admitting, tuple((c.name, c.phase) for c in view.cells)
+        """All that is not changed by executions that end, and whether a batch is ready: a commit takes one away."""
+        return view.burst, view.steps_left, view.admitting, view.ready >= view.groups_per_step, tuple((c.name, c.phase) for c in view.cells)
 
     def _stays(self, view: View) -> bool:
         """Does the last answer still stand, as far as it says so itself?"""

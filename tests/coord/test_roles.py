@@ -105,6 +105,16 @@ def test_a_turn_to_training_and_back() -> None:
     assert events(obey(r, 9.4, "a-rollout", "serving")) == [("a", "train", "rollout", "rollout")]
 
 
+def test_a_core_that_stayed_for_a_ready_batch_goes_home_when_it_is_consumed() -> None:
+    """The publication before waits for this very cell's engine; nothing but the commit changes."""
+    r = serving(cell("a"))
+    r.handle(3.0, Counted(Level(0, 1, 1, 4)))
+    obey(r, 4.0, "a-rollout", "asleep")
+    obey(r, 5.0, "a-train", "training")
+    assert not events(r.handle(6.0, Counted(Level(0, 1, 0, 2)))) and r.cells["a"].phase is TRAIN, "the next batch is ready"
+    assert events(r.handle(7.0, Counted(Level(0, 1, 0, 0)))) == [("a", "train", "rollout", "to_rollout")]
+
+
 def test_what_a_process_says_to_an_older_order_is_no_answer() -> None:
     r = serving()
     old = r.cells["a"].epoch
