@@ -24,7 +24,7 @@ from torch import Tensor
 from gyre.config import Train
 from gyre.errors import UsageError, WorkFailed
 from gyre.train.metrics import Tally, detached
-from gyre.train.model import MicroBatch, MicroStepData, Policy, micro_batches
+from gyre.train.model import MicroBatch, MicroStepData, Policy, TokenStats, micro_batches
 from gyre.train.objective import OBJECTIVES, numerator
 from gyre.train.protocols import Update
 from gyre.types import TensorSpec, Version
@@ -58,7 +58,6 @@ class Learner:
         self._train = train
         self.total_steps = total_steps
         self._objective = OBJECTIVES[train.objective]
-        self._token_stats = policy.token_stats
         self.parameters: dict[str, Tensor] = dict(policy.model.named_parameters())
         self.masters = {n: self._master(p) for n, p in self.parameters.items()}
         self._sums = {n: torch.zeros_like(m, requires_grad=False) for n, m in self.masters.items()}
@@ -70,6 +69,9 @@ class Learner:
             {"params": [m for m in self.masters.values() if m.ndim < 2], "weight_decay": 0.0},
         ]
         self.adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=train.lr, betas=(train.beta1, train.beta2))
+
+    def _token_stats(self, batch: MicroBatch) -> TokenStats:
+        return self.policy.token_stats(batch)
 
     def _master(self, parameter: Tensor) -> Tensor:
         return parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()

@@ -81,7 +81,11 @@ class Shards(Learner):
         super().__init__(scorer.policy, config.train, total_steps)
         wanted, natural = config.train.backend, "nccl" if mesh.device_type == "cuda" else "gloo"
         self._collective = TorchCollective(self, None, natural if wanted == "auto" else wanted)
-        self._token_stats = scorer
+        self._scorer = scorer
+
+    def _token_stats(self, batch: MicroBatch) -> TokenStats:
+        stats: TokenStats = self._scorer(batch)
+        return stats
 
     def _master(self, parameter: Tensor) -> Tensor:
         return _local(parameter).detach().requires_grad_()  # the same memory
