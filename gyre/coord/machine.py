@@ -20,7 +20,7 @@ from typing import Final, assert_never
 
 import msgspec
 
-from gyre.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from gyre.errors import EXIT_BUG, EXIT_BUSY, EXIT_FAILED, EXIT_OK, EXIT_USAGE
 
 STOP_S: Final = 30.0
 KILL_S: Final = 5.0
@@ -247,8 +247,8 @@ class Machine:
                 self._end(EXIT_OK, "the run is finished")
         elif p.expected or self.ending is not None:
             pass
-        elif code >= 0 and not p.worked:
-            self._end(EXIT_USAGE if code == EXIT_USAGE else EXIT_FAILED, f"{p.name} {how}", p.name)
+        elif code >= 0 and (not p.worked or (code == EXIT_BUG and p.deaths and lived_s <= HEALTHY_S)):  # a bug that comes again will go on coming
+            self._end(code if code in (EXIT_USAGE, EXIT_BUSY) else EXIT_FAILED, f"{p.name} {how}", p.name)
         else:
             self._died(p, how, code, lived_s)
 

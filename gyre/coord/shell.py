@@ -63,6 +63,7 @@ class Coordinator:
         self.view = RunView(setup.run_id)
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         self.peers: dict[str, Peer] = {}
+        self._strangers: set[int] = set()
         self.end: m.End | None = None
         self.machine = m.Machine(
             [m.Process(name=p.name, kind=p.kind) for p in plans], now=time.monotonic(), start_timeout_s=config.run.start_timeout_s,
@@ -169,8 +170,15 @@ class Coordinator:
         if not isinstance(message, WorkerStatus):
             return
         self.server.send(peer, Ack(id=mint(), cause=message.id))
-        plan = self.plans.get(peer.name)
-        if plan is None:
+        plan, child = self.plans.get(peer.name), self.children.get(peer.name)
+        if plan is None or child is None:
+            return
+        if peer.pid != child.pid:  # left by an earlier coordinator; what it does is no word of ours
+            if peer.pid not in self._strangers:
+                self._strangers.add(peer.pid)
+                log.warning(
+                    "process %d works as %s for an earlier coordinator: end it, or wait run.coord_grace_s, then --resume", peer.pid, peer.name
+                )
             return
         self.peers[peer.name] = peer
         self.view.worker(peer.name, peer.kind, message.phase, message.detail or message.role, message.gauges)

@@ -54,6 +54,7 @@ class Peer(msgspec.Struct, frozen=True):
     kind: str
     name: str
     incarnation: str
+    pid: int = 0
 
 
 Handler = Callable[[Peer, Message, Arrays], Awaitable[None] | None]
@@ -178,7 +179,7 @@ class Server:
         elif hello.run_id and hello.run_id != self._welcome.run_id:
             reason = f"{hello.kind} {hello.name} belongs to run {hello.run_id}, this process to {self._welcome.run_id}"
         else:
-            self._peers[identity] = Peer(identity, hello.kind, hello.name, hello.incarnation)
+            self._peers[identity] = Peer(identity, hello.kind, hello.name, hello.incarnation, hello.pid)
             self._put(identity, msgspec.structs.replace(self._welcome, id=mint(), cause=hello.id))
             return
         log.warning("refused: %s", reason)

@@ -58,16 +58,21 @@ class History:
         self._level = 0
         self._water: list[tuple[float, int]] = []
         self._marks: list[Mark] = []
+        self._teller = ""  # the coordinator that told of the last turn
+        self._halt: tuple[float, float] | None = None  # before the buffer was last started; a stop of the run if another coordinator tells of turns
+        self._stops: list[tuple[float, float]] = []
 
     def take(self, e: Event) -> None:
         """The next event."""
         if self._zero is None:
             self._zero = e.t_wall
+        silent_since = self._now
         self._now = max(self._now, e.t_wall - self._zero)  # a clock that was set back stands still
         f = e.fields
         match e.kind:
             case "buffer_started":
                 self._dispatch = str(f.get("dispatch", ""))
+                self._halt = silent_since, self._now
             case "failure":
                 self._failure = plain(str(f.get("reason", "")))
             case "term":
@@ -77,6 +82,9 @@ class History:
                 self._bursts.append(Burst(len(self._bursts) + 1, self._now, self._now, int(f["step"]), predicted=f.get("staleness_predicted")))
             case "role":
                 cell, before, phase, reason = (plain(str(f.get(k, ""))) for k in ("cell", "from", "phase", "reason"))
+                if self._halt is not None and self._teller not in ("", e.proc):
+                    self._stops.append(self._halt)
+                self._teller, self._halt = e.proc, None
                 self._turns.append((self._now, cell, before, phase, reason))
             case "step" | "step_closed":
                 self._step(e.kind, f)
@@ -202,11 +210,15 @@ class History:
         spans: list[RoleSpan] = []
         for cell in cells:
             mine = [t for t in self._turns if t[1] == cell]
-            if mine:
-                first = _phase(mine[0][2], CellPhase.ROLLOUT)
+            if mine:  # cells begin by waking, and are told of when they serve
+                wakes = mine[0][3] in (CellPhase.TO_ROLLOUT, CellPhase.ROLLOUT)
+                first = CellPhase.TO_ROLLOUT if wakes else _phase(mine[0][2], CellPhase.ROLLOUT)
             else:
                 first = CellPhase.TRAIN if cell in {self._cell(c) for c in self._trainers} else CellPhase.ROLLOUT
             edges = [(0.0, first, "")] + [(at, _phase(phase, CellPhase.LOST), reason) for at, _, _, phase, reason in mine]
+            if mine:
+                stops = [(e, p, r) for a, b in self._stops for e, p, r in ((a, CellPhase.LOST, "the run was stopped"), (b, CellPhase.TO_ROLLOUT, ""))]
+                edges = sorted(edges + stops, key=lambda edge: edge[0])
             for (at, phase, reason), (until, _, _) in zip(edges, [*edges[1:], (end, first, "")], strict=True):
                 begun = max(at, start)
                 if until > begun:

@@ -90,7 +90,8 @@ def save(directory: Path, learner: Saved, *, term: int, step: int, lr: float, ke
         kept = sorted((n, p) for n, p in _found(directory) if n <= step)[-keep:]
         for stale in [*directory.glob(".step-*"), *(p for n, p in _found(directory) if (n, p) not in kept)]:
             shutil.rmtree(stale)
-    except OSError as e:
+    except (OSError, SafetensorError) as e:
+        shutil.rmtree(work, ignore_errors=True)  # room for what is next
         raise WorkFailed(f"checkpoint {final} could not be written: {e}") from e
     return final
 

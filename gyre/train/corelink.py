@@ -49,16 +49,18 @@ class CoreLink:
         cell: str,
         mint: Callable[[], str] = mint,
         host: str | None = None,
+        ranks: int = 1,
     ) -> None:
         self._client, self._install, self._compute, self._cell, self._mint = client, install, compute, cell, mint
         self._host = host_id() if host is None else host
+        self._ranks = ranks
         self._core_s, self._chunk_s = config.train.core_timeout_s, config.net.request_timeout_s
         self._partial: Partial | None = None
         self._asked: JoinStep | AttendStep | None = None
 
     async def join(self, incarnation: str) -> Version | None:
         """See `protocols.Core`."""
-        asked = JoinStep(id=self._mint(), cell=self._cell, incarnation=incarnation, host=self._host, wait_s=WAIT_S)
+        asked = JoinStep(id=self._mint(), cell=self._cell, incarnation=incarnation, host=self._host, wait_s=WAIT_S, ranks=self._ranks)
         match reply := await self._ask(asked, "the core's open step"):
             case StepOffer():
                 return await self._load(reply)

@@ -63,9 +63,10 @@ class Peers:
         *,
         cell: str,
         mint: Callable[[], str] = mint,
+        ranks: int = 1,
     ) -> None:
         self._send, self._collective, self._address, self._make, self._compute, self._spawn = send, collective, store, make, compute, spawn
-        self._cell, self._mint = cell, mint
+        self._cell, self._mint, self._ranks = cell, mint, ranks
         self._attend_s, self._reduce_s = config.train.claim_ttl_s, config.train.reduce_timeout_s
         self._snapshots = SnapshotStore()
         self._waiting: dict[str, _Waiting] = {}  # by cell
@@ -88,6 +89,9 @@ class Peers:
     def handle(self, peer: Peer, message: Message) -> bool:
         """Take `message` if it is a satellite's; else return False."""
         match message:
+            case JoinStep() if message.ranks != self._ranks:
+                reason = f"it has {message.ranks} ranks, the core has {self._ranks}; start all cells of a run with the same --ranks"
+                self._send(peer, Refuse(id=self._mint(), cause=message.id, reason=reason), None)
             case JoinStep():
                 self._lives[message.cell] = message.incarnation
                 self._wait(peer, message)

@@ -152,6 +152,11 @@ def several(config: Config) -> bool:
     return config.train.ranks > 1 or under_torchrun()
 
 
+def how_many(config: Config) -> int:
+    """Ranks of this cell."""
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else max(1, config.train.ranks)
+
+
 def under_torchrun() -> bool:
     """Did torchrun start this process, with others?"""
     return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1

@@ -35,7 +35,7 @@ from gyre.train.model import Policy
 from gyre.train.optimizer import Learner
 from gyre.train.orders import Orders
 from gyre.train.peers import Peers
-from gyre.train.processes import several
+from gyre.train.processes import how_many, several
 from gyre.train.protocols import LeftLineage
 from gyre.train.satellite import Satellite
 from gyre.types import Version
@@ -243,7 +243,7 @@ class Cell:
             return lent if lent is not None and lent.version == version else learner.snapshot(version, Shared)
 
         store, spawn = collective.open_store(host_of(server.address)), self.tasks.create_task
-        peers = self._peers = Peers(server.send, collective, store, make, self.compute, spawn, config, cell=self.name)
+        peers = self._peers = Peers(server.send, collective, store, make, self.compute, spawn, config, cell=self.name, ranks=how_many(config))
         board = Board(self.setup.run_dir / "tensorboard", purge_after=step)
 
         def save(term: int, at: int, lr: float) -> Path:
@@ -303,7 +303,7 @@ class Cell:
         link = Client.connect(
             address, FromTrain, kind="train", name=self.name, incarnation=worker.incarnation, run_id=self.setup.run_id, resend_s=config.net.resend_s
         )
-        core = CoreLink(link, learner.install, self.compute, config, cell=self.name)
+        core = CoreLink(link, learner.install, self.compute, config, cell=self.name, ranks=how_many(config))
 
         def turn() -> None:
             ledger.hurry()

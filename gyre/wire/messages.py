@@ -482,12 +482,16 @@ class PolicyLoaded(Message, frozen=True, kw_only=True):
 
 
 class JoinStep(Message, frozen=True, kw_only=True):
-    """A cell asks for the open step's weights. Answered by `StepOffer`, or by `Hold` after `wait_s`. `host` is the kernel's boot id."""
+    """A cell asks for the open step's weights. Answered by `StepOffer`, or by `Hold` after `wait_s`. `host` is the kernel's boot id.
+
+    A cell with other `ranks` than the core's is refused: rank meets rank.
+    """
 
     cell: str
     incarnation: str
     host: str
     wait_s: float
+    ranks: int = 1
 
 
 class StepOffer(Message, frozen=True, kw_only=True):

@@ -106,11 +106,11 @@ def test_one_of_several_is_given_up_and_the_run_goes_on() -> None:
     m, now = up(worked=True, other="rollout"), 10.0
     effects = []
     for _ in range(RESTARTS + 1):
-        effects = m.handle(now, Exited("other", 70))
+        effects = m.handle(now, Exited("other", 1))
         m.handle(now + 60.0, Tick())
         m.handle(now + 61.0, HelloSeen("other"))
         now += 62.0
-    assert effects == [Missing("other", "ended with exit code 70"), GiveUp("other")]
+    assert effects == [Missing("other", "ended with exit code 1"), GiveUp("other")]
     assert m.ending is None and m.processes["other"].phase is Phase.GONE
     m.handle(now, StopAsked(130))
     assert m.ending == End(130, "asked to stop", None)
@@ -219,3 +219,18 @@ def test_a_process_is_added_and_taken_out() -> None:
     assert m.handle(4.1 + STOP_S, Tick()) == [Terminate("new")]
     assert m.handle(50.0, Exited("new", 143)) == []
     assert m.handle(99.0, Tick()) == [] and m.ending is None
+
+
+def test_a_bug_that_comes_again_ends_the_run() -> None:
+    m = up(worked=True)
+    assert m.handle(10.0, Exited("core", 70)) == [Missing("core", "ended with exit code 70")] and m.ending is None
+    m.handle(11.0, Tick())
+    m.handle(12.0, HelloSeen("core", True))
+    m.handle(15.0, Exited("core", 70))
+    assert m.ending == End(1, "core ended with exit code 70", "core")
+
+
+def test_a_process_that_finds_the_run_busy_is_the_runs_exit() -> None:
+    m = up()
+    m.handle(2.0, Exited("buffer", 75))
+    assert m.ending == End(75, "buffer ended with exit code 75", "buffer")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,3 +156,17 @@ def test_disk_that_cannot_be_written(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file in the way")
     with pytest.raises(WorkFailed, match="could not be written"):
         checkpoint.save(tmp_path / "checkpoints", load(tiny_model), term=1, step=1, lr=0.1, keep=1)
+
+
+def test_a_full_disk_is_said_and_leaves_nothing_half_written(tiny_model: Path, tmp_path: Path) -> None:
+    learner = load(tiny_model)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then a write beyond the limit fails with an errno, like one on a full disk
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        with pytest.raises(WorkFailed, match="could not be written"):
+            checkpoint.save(tmp_path, learner, term=1, step=1, lr=0.1, keep=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert list(tmp_path.iterdir()) == []

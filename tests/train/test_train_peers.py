@@ -387,3 +387,14 @@ def test_what_the_core_says() -> None:
             await core.join("a")
 
     asyncio.run(main())
+
+
+def test_a_cell_with_another_number_of_ranks_is_refused() -> None:
+    async def main() -> None:
+        core = Core()
+        core.peers.opened(Version(1, 0))
+        refused = await core.answer("two", msgspec.structs.replace(join("j1", "two"), ranks=2))
+        assert isinstance(refused, w.Refuse) and refused.reason == "it has 2 ranks, the core has 1; start all cells of a run with the same --ranks"
+        assert isinstance(await core.answer("one", join("j2", "one")), w.StepOffer)
+
+    asyncio.run(main())
