@@ -214,3 +214,21 @@ def test_cells_are_in_the_order_of_their_names_behind_the_core() -> None:
     roles = [(float(i), "role", role(c, "rollout", "rollout", "rollout")) for i, c in enumerate(("c10", "c9", "1", "c2"))]
     t = log((0.0, "term", {"cell": "c9-train", "step": 0}), *roles, (9.0, "publication", {"step": 0, "cells": ["c2-rollout", "b"]}))
     assert t.cells == ("c9", "1", "b", "c2", "c10")
+
+
+def test_cells_begin_by_waking_and_a_stop_of_the_run_is_nobodys_role() -> None:
+    """Rollout from 10 to 20, training from 20 on; the run is stopped at 30 and resumed by another coordinator at 100."""
+    lines = (
+        (0.0, "c1", "buffer_started", {}),
+        (5.0, "c1", "role", role("a", "train", "rollout", "rollout")),
+        (10.0, "c1", "publication", {"number": 0, "term": 1, "step": 0, "cells": ["a-rollout"], "staleness_predicted": 1.0}),
+        (20.0, "c1", "role", role("a", "to_train", "train", "train")),
+        (30.0, "c1", "leased", {"holder": "box", "rollouts": []}),
+        (100.0, "c2", "buffer_started", {}),
+        (110.0, "c2", "role", role("a", "train", "rollout", "rollout")),
+        (120.0, "c2", "leased", {"holder": "box", "rollouts": []}),
+    )
+    events = [Event(seq=i, t_wall=EPOCH + at, t_mono=at, proc=p, cause="", kind=kind, fields=f) for i, (at, p, kind, f) in enumerate(lines)]
+    t = history.from_events("hand", events, harness_timeout_s=60.0, overall_timeout_s=120.0)
+    found = [(s.phase.value, s.end - s.start) for s in t.spans]
+    assert found == [("rollout", 10.0), ("train", 10.0), ("lost", 70.0), ("to_rollout", 10.0), ("rollout", 10.0)]
