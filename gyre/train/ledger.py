@@ -19,7 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from gyre.config import Config
-from gyre.errors import WorkFailed
+from gyre.errors import DeadlineExceeded, WorkFailed
 from gyre.net.sockets import mint
 from gyre.train.model import MicroStepData
 from gyre.train.protocols import Claimed, LeftLineage, Requester, Voided
@@ -50,6 +50,7 @@ from gyre.wire.messages import (
 
 log = logging.getLogger(__name__)
 
+GONE_S: Final = 5.0
 LOOK_S: Final = 0.5  # how often a core that is done asks whether the run is finished
 WAIT_S: Final = 2.0  # how long the buffer may sit on a claim or a seal; below the client's resend_s
 
@@ -156,9 +157,13 @@ class Ledger:
         await self._must(Note(id=self._mint(), event=event, fields=fields), f"gyre-buffer to log {event}")
 
     async def until_finished(self) -> None:
-        """Wait until nothing is left to do: the last policy evaluated, or the run failed."""
+        """Wait until nothing is left to do: the last policy evaluated, or the run failed, or the buffer gone, which ends by itself then."""
         while True:
-            reply = await self._ask(Subscribe(id=self._mint(), min_interval_s=3600.0), "gyre-buffer to tell how far the run is")
+            question = Subscribe(id=self._mint(), min_interval_s=3600.0)
+            try:
+                reply, _ = await self._client.request(question, deadline_s=GONE_S, what="gyre-buffer to tell how far the run is")
+            except DeadlineExceeded:
+                return
             if not isinstance(reply, Counters) or reply.finished or reply.failure:
                 return
             await asyncio.sleep(LOOK_S)

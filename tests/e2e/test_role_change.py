@@ -131,7 +131,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @contextlib.asynccontextmanager
 async def cluster(folder: Path, kind: str, delay_s: float = 0.002) -> AsyncIterator[Cluster]:
-    flags = ["--set", f"rollout.engine={kind}", "--set", "rollout.threads=1", "--set", "rollout.slots=64", "--set", "rollout.queue=64"]
+    flags = ["--set", f"rollout.engine={kind}", "--set", "rollout.threads=1", "--set", "rollout.slots=128", "--set", "rollout.queue=64"]
     flags += ["--set", "net.resend_s=0.5", "--set", "rollout.context=512"]
     if kind == "torch":
         flags += ["--set", f"model.path={folder / 'model'}", "--set", "model.device=cpu"]
@@ -236,7 +236,7 @@ def test_a_killed_engine_is_asked_only_after_it_acknowledged(tmp_path: Path) -> 
             await c.ready("a", "b")
             c.routes(b=True, a=True)
             asked = [c.generate(f"s{i}", 150, seed=i) for i in range(8)]
-            await until(lambda: c.in_flight("a") == 8, "requests at a")
+            await until(lambda: c.in_flight("a") == c.in_flight("b") == 4, "requests at both")
             await asyncio.sleep(0.1)
             c.processes["a"].kill()
             c.processes["a"].wait(30)

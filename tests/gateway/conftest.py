@@ -201,7 +201,7 @@ class Reciting:
         self._prompts: dict[str, list[int]] = {}  # a request may come again
         self.server = Server.bind(address, ToRollout, kind="rollout", name="cell0", run_id="r")
         self.desk = Desk(self.server, "cell0", 400_000)
-        self.desk.engine = self.engine
+        self.desk.engine, self.desk.version = self.engine, FIRST
         self._task = asyncio.create_task(self.server.serve(self._handle))
 
     def _handle(self, peer: Peer, message: Message, arrays: dict[str, memoryview]) -> None:
