@@ -34,7 +34,7 @@ def monkey(run: Run, rng: random.Random, coord: subprocess.Popen[str]) -> list[s
     began, deeds = time.monotonic(), list[str]()
     names = [f"{c}-{part}" for c in CELLS for part in ("train", "rollout")]
     while time.monotonic() - began < CHAOS_S and coord.poll() is None:
-        time.sleep(rng.uniform(3.0, 8.0))
+        time.sleep(rng.uniform(2.0, 5.0))
         name, deed, pause_s = rng.choice(names), rng.choice(["kill", "stop", "stop"]), rng.uniform(0.5, 12.0)
         pid = pid_of(run, name)
         if pid is None:
@@ -71,7 +71,7 @@ def test_chaos(run: Run) -> None:
             print(coord.communicate(timeout=60)[1][-8000:])
     print("\n".join(deeds))
     assert coord.returncode == 0, err[-8000:]
-    assert len(deeds) > 5
+    assert len(deeds) >= 3, "a machine so quick that the run ends before it was disturbed"
     assert [s["step"] for s in run.dump("--kind", "steps")] == list(range(1, steps + 1))
     groups = step_groups(run)
     assert len(groups) == len(set(groups)) == 2 * steps, "every group in exactly one step"
