@@ -10,6 +10,8 @@ import click
 
 from gyre import cli
 
+RELOAD_S = 30.0
+
 
 @click.command()
 @cli.common()
@@ -21,7 +23,7 @@ from gyre import cli
 )
 @click.option("--steps", type=int, help="Optimizer steps of the run (train.steps).")
 @click.option("--resume", is_flag=True, help="Go on with the run that the run directory holds.")
-@click.option("--reload", "reload", is_flag=True, help="Have the running coordinator of --run read its hosts file again, and exit.")
+@click.option("--reload", "reload", is_flag=True, help="Have the running coordinator of --run read its hosts file again, and say what came of it.")
 @click.option("--dry-run", is_flag=True, help="Print the command of each process and exit.")
 def main(cells: str | None, rule: str | None, steps: int | None, resume: bool, reload: bool, dry_run: bool, **options: Any) -> None:
     """Launch all processes of hosts.txt, show the run, and end when every one of them has ended.
@@ -73,17 +75,29 @@ def _has_run(run_dir: Path) -> bool:
 
 
 def tell_to_reload(run_dir: Path) -> int:
+    """Ask, and wait for what came of it; the exit code."""
     import os
     import signal
+    import time
 
-    from gyre.coord.shell import PID
-    from gyre.errors import UsageError
+    from gyre.coord.shell import PID, RELOADED
+    from gyre.errors import EXIT_OK, EXIT_USAGE, DeadlineExceeded, UsageError
 
+    answer = run_dir / RELOADED
     try:
-        os.kill(int((run_dir / PID).read_text()), signal.SIGHUP)
+        pid = int((run_dir / PID).read_text())
+        answer.unlink(missing_ok=True)
+        os.kill(pid, signal.SIGHUP)
     except (OSError, ValueError):
         raise UsageError("--reload", f"{run_dir} has no running coordinator on this host", "name its run directory with --run") from None
-    return 0
+    until = time.monotonic() + RELOAD_S
+    while not answer.exists():
+        if time.monotonic() > until:
+            raise DeadlineExceeded(f"process {pid}, the coordinator of {run_dir}, to read its hosts file again", RELOAD_S)
+        time.sleep(0.05)
+    words = answer.read_text(encoding="utf-8")
+    click.echo(words, err=True)
+    return EXIT_USAGE if words.startswith("error:") else EXIT_OK
 
 
 def see_through(setup: cli.Setup, plans: list[Any], bind: str, rule: str, reread: Any) -> int:

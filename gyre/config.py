@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -19,6 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from gyre import inputs
 from gyre.errors import UsageError
 from gyre.rules import workload
 
@@ -232,16 +232,6 @@ def _checked(where: str, key: Key, value: Any, base: Path) -> Any:
     return value
 
 
-def _parse_set(item: str) -> tuple[str, Any]:
-    dotted, eq, text = item.partition("=")
-    if not eq:
-        raise UsageError(f"--set {item}", "not of the form table.key=value", "write for example --set train.lr=1e-5")
-    try:
-        return dotted.strip(), tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        return dotted.strip(), text  # a bare word is a string
-
-
 class Resolved(msgspec.Struct, frozen=True):
     """A configuration with the origin of every value."""
 
@@ -276,7 +266,7 @@ def load(file: Path | None, sets: Sequence[str] = (), flags: Mapping[str, Any] |
         for dotted, value in _read(file):
             put(str(file), dotted, value, file.resolve().parent, str(file))
     for item in sets:
-        dotted, value = _parse_set(item)
+        dotted, value = inputs.assignment(item, "train.lr=1e-5")
         put("--set", dotted, value, Path.cwd(), "--set")
     for dotted, value in (flags or {}).items():
         if value is not None:
@@ -301,14 +291,7 @@ def _workload(file: str | None) -> Iterator[tuple[str, Any]]:
 
 
 def _read(file: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(str(file), "no such file", "give the path of a run.toml to --config") from None
-    except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(str(file), f"cannot be read ({e})", "give a readable TOML file to --config") from None
-    except tomllib.TOMLDecodeError as e:
-        raise UsageError(str(file), f"not TOML: {e}", "mend that line") from None
+    data = inputs.toml(file, "give the path of a run.toml to --config")
     known = {f.name for f in msgspec.structs.fields(Config)}
     for table, content in data.items():
         if table not in known:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import random
-import tomllib
 from pathlib import Path
 
 import msgspec
 
+from gyre import inputs
 from gyre.errors import UsageError
 
 
@@ -79,11 +79,7 @@ def _load(directory: Path) -> Task:
     for needed in ("instruction.md", "tests/test.sh"):
         if not (directory / needed).is_file():
             raise UsageError(str(directory), f"has no {needed}", "add it, or take the directory out of the task set")
-    try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
-        raise UsageError(str(file), f"cannot be read ({e})", "mend it, or take the task out of the task set") from None
-    metadata = data.get("metadata")
+    metadata = inputs.toml(file, "mend it, or take the task out of the task set").get("metadata")
     kind = metadata.get("kind", "") if isinstance(metadata, dict) else ""
     return Task(str(directory), str(kind))
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from gyre import inputs
 from gyre.errors import UsageError
 
 
@@ -199,7 +200,4 @@ def read(path: str) -> list[Line]:
 
     if path == "-":
         return parse(sys.stdin.read(), "standard input")
-    try:
-        return parse(Path(path).read_text(encoding="utf-8"), path)
-    except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(path, f"cannot be read ({e})", "give the path of a hosts file to --cells") from None
+    return parse(inputs.text(Path(path), "give the path of a hosts file to --cells"), path)

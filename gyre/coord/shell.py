@@ -31,7 +31,7 @@ from gyre.coord.known import Knowledge
 from gyre.coord.launch import Plan, cells, start
 from gyre.coord.level import level
 from gyre.coord.roles import Roles
-from gyre.errors import DeadlineExceeded, GyreError
+from gyre.errors import DeadlineExceeded, GyreError, UsageError
 from gyre.net.sockets import Client, Peer, Server, mint
 from gyre.report.figures import plain
 from gyre.report.live import RunView
@@ -45,6 +45,7 @@ _TICK_S: Final = 0.2
 _DRAW_S: Final = 1.0
 _LOG_TAIL_LINES: Final = 40
 PID: Final = "coord.pid"  # in the run directory, for --reload
+RELOADED: Final = "coord.reloaded"  # what came of the last one
 _SUBSCRIBE_S: Final = 2.0  # a buffer that was started again knows no subscribers
 
 
@@ -89,13 +90,15 @@ class Coordinator:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
-        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        loop.add_signal_handler(signal.SIGHUP, self._on_reload)
         (self.setup.run_dir / PID).write_text(f"{os.getpid()}\n")
         serving = asyncio.create_task(self.server.serve(self._on_worker))
         try:
             for plan in self.plans.values():
                 self.children[plan.name] = start(plan, self.logs)
                 self.view.worker(plan.name, plan.kind, "starting", "", {})
+            if not sys.stderr.isatty():
+                click.echo(f"{len(self.plans)} processes started; their logs are in {self.logs}", err=True)
             buffer = next(p.address for p in self.plans.values() if p.kind == "buffer")
             client = Client.connect(buffer, FromBuffer, kind="observer", name="coord", incarnation=os.urandom(6).hex(), on_push=self._on_buffer)
             self._buffer = client
@@ -182,6 +185,8 @@ class Coordinator:
             return
         self.peers[peer.name] = peer
         self.view.worker(peer.name, peer.kind, message.phase, message.detail or message.role, message.gauges)
+        if (back := self.machine.processes[peer.name]).phase is m.Phase.STARTING and back.deaths:
+            log.warning("%s is back", peer.name)
         self._feed(m.HelloSeen(peer.name, message.phase in ("ready", "working")))
         if self.machine.processes[peer.name].phase is m.Phase.STOPPING:
             self._tell_stop(peer.name)  # again: the first may have been lost
@@ -230,21 +235,30 @@ class Coordinator:
         click.echo("stopping in order; once more to stop at once", err=True)
         self._feed(m.StopAsked(128 + number))
 
-    def _reload(self) -> None:
-        """Take up the hosts file as it is now: start what is new in it, let go what is not in it any more. What it says of others changes nothing."""
+    def _on_reload(self) -> None:
+        """The answer to whoever sent the signal is left in the run directory."""
         try:
-            plans = {p.name: p for p in (self._reread() if self._reread is not None else self.plans.values())}
+            answer = self._reload()
+            log.info("hosts file: %s", answer)
         except GyreError as e:
             log.warning("the hosts file is not taken up: %s", e)
-            return
+            answer = f"error: {e}"
+        part = self.setup.run_dir / f"{RELOADED}.part"
+        part.write_text(answer, encoding="utf-8")
+        part.rename(self.setup.run_dir / RELOADED)
+
+    def _reload(self) -> str:
+        """Take up the hosts file as it is now: start what is new in it, let go what is not in it any more. What it says of others changes nothing.
+
+        Returns what was done. Raises `UsageError` if nothing was.
+        """
+        plans = {p.name: p for p in (self._reread() if self._reread is not None else self.plans.values())}
         here = {name for name, p in self.machine.processes.items() if not p.expected}
         core = self.roles.cells.get(self.roles.core)
         kept = {core.trainer if core is not None else None} | {p.name for p in self.plans.values() if p.kind == "buffer"}
         if missing := sorted(name for name in here - plans.keys() if name in kept):
-            log.warning("the hosts file is not taken up: it lacks %s, without which the run cannot go on", missing[0])
-            return
+            raise UsageError("the hosts file", f"lacks {missing[0]}", "keep its line: without it the run cannot go on")
         new = [p for p in plans.values() if p.name not in here]
-        log.info("hosts file: %d processes more, %d fewer", len(new), len(here - plans.keys()))
         for plan in new:
             self.plans[plan.name] = plan
             self._feed(m.Added(m.Process(name=plan.name, kind=plan.kind)))
@@ -255,6 +269,7 @@ class Coordinator:
                 self._feed(m.Removed(name))
             elif cell_name in self.roles.cells:
                 self._feed_roles(r.Retired(cell_name))
+        return f"{len(new)} processes more, {len(here - plans.keys())} fewer"
 
     def _feed(self, event: m.Event) -> None:
         for effect in self.machine.handle(time.monotonic(), event):

@@ -271,7 +271,7 @@ class Client:
         future: asyncio.Future[tuple[Message, Arrays]] = asyncio.get_running_loop().create_future()
         frames = encode(message, arrays)
         self._pending[message.id] = (future, frames)
-        started = time.monotonic()
+        started, said = time.monotonic(), False
         try:
             while True:
                 if self._refused is not None:
@@ -286,6 +286,9 @@ class Client:
                     return future.result()
                 if self._task.done():  # what `on_push` raised: nothing will be received any more
                     self._task.result()
+                if self.server is None and not said:
+                    said = True
+                    log.info("waiting for %s: nobody answers at %s", what, self.address)
                 if time.monotonic() - started >= deadline_s:
                     raise DeadlineExceeded(f"{what} at {self.address}", deadline_s)
         finally:

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import msgspec
 
+from gyre import inputs
 from gyre.config import Config
 from gyre.errors import UsageError
 from gyre.rollout.engine import EngineRefused, EngineRequest, Transcript
@@ -137,10 +138,7 @@ class ScriptedEngine(ThreadedEngine[_Recital]):
 
 def load_script(file: Path, tokenizer: Any | None, eos: frozenset[int]) -> Script:
     """Read a script. `tokenizer` is a tokenizers.Tokenizer, needed for `text` and `match`. Raises `UsageError` naming the line."""
-    try:
-        texts = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(str(file), f"cannot be read ({e})", "give a JSON-lines file of completions", "rollout.script") from None
+    texts = inputs.text(file, "give a JSON-lines file of completions", "rollout.script").splitlines()
     lines: list[tuple[Line, list[int]]] = []
     for number, text in enumerate(texts, 1):
         if text.strip():

@@ -15,7 +15,6 @@ from __future__ import annotations
 import difflib
 import math
 import re
-import tomllib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from gyre import inputs
 from gyre.errors import UsageError
 
 Positive = Annotated[float, Meta(gt=0, le=1e9)]
@@ -139,21 +139,11 @@ class Workload(_Table, frozen=True, kw_only=True):
     workload: Executions
 
 
-def _parse_set(item: str) -> tuple[list[str], Any]:
-    dotted, eq, text = item.partition("=")
-    if not eq:
-        raise UsageError(f"--set {item}", "not of the form table.key=value", "write for example --set system.cells=16")
-    try:
-        return dotted.strip().split("."), tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        return dotted.strip().split("."), text
-
-
 def apply_sets(data: dict[str, Any], sets: Sequence[str]) -> None:
     """Put `--set` values into nested tables, in place; a new value loses to none."""
     for item in sets:
-        path, value = _parse_set(item)
-        table = data
+        dotted, value = inputs.assignment(item, "system.cells=16")
+        path, table = dotted.split("."), data
         for name in path[:-1]:
             inner = table.setdefault(name, {})
             if not isinstance(inner, dict):
@@ -205,14 +195,7 @@ def _explained(message: str) -> tuple[str, str, str]:
 
 def read_toml(file: Path) -> dict[str, Any]:
     """A TOML file's content. Raises `UsageError`."""
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(str(file), "no such file", "examples/workloads has some") from None
-    except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(str(file), f"cannot be read ({e})", "give a readable TOML file") from None
-    except tomllib.TOMLDecodeError as e:
-        raise UsageError(str(file), f"not TOML: {e}", "mend that line") from None
+    return inputs.toml(file, "give a workload file; examples/workloads has some")
 
 
 def load(file: Path, sets: Sequence[str] = ()) -> Workload:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import os
 import shlex
-import tomllib
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import msgspec
 
+from gyre import inputs
 from gyre.errors import UsageError
 from gyre.sandbox.backends.base import SOLUTION, TESTS, WORK, Limits
 
@@ -144,14 +144,7 @@ def load_task(path: Path) -> Task:
 
 def _values(file: Path) -> dict[str, Any]:
     """The keys of `_SECTIONS` that the file has, dotted."""
-    try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(str(file), "no such file", "give the path of a Harbor task directory, or of a directory of them") from None
-    except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(str(file), f"cannot be read ({e})", "make it a readable UTF-8 file") from None
-    except tomllib.TOMLDecodeError as e:
-        raise UsageError(str(file), f"not TOML: {e}", "mend that line") from None
+    data = inputs.toml(file, "give the path of a Harbor task directory, or of a directory of them")
     values: dict[str, Any] = {}
     for section, keys in _SECTIONS.items():
         table = data.get(section, {})

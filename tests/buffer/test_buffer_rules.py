@@ -148,7 +148,7 @@ def test_a_task_set_names_what_is_missing(tmp_path):
     (task / "tests" / "test.sh").write_text("")
     assert load_task_set(str(tmp_path), str(task), 1).train == (Task(str(task), "edit"),)
     (task / "task.toml").write_text("[metadata")
-    with pytest.raises(UsageError, match=r"task\.toml: cannot be read"):
+    with pytest.raises(UsageError, match=r"task\.toml: not TOML"):
         load_task_set(str(tmp_path), "", 0)
 
 

@@ -78,11 +78,11 @@ def test_a_mistake_in_the_file(gyre: Command, tmp_path: Path, kind: str, text: s
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["coord", "--cells", "hosts.txt"], ["hosts.txt: cannot be read", "--cells"]),
+        (["coord", "--cells", "hosts.txt"], ["hosts.txt: no such file", "--cells"]),
         (["buffer", "--set", "tasks.train=none"], ["none: tasks.train: no such task directory", "set tasks.train"]),
         (["sandbox", "--set", "model.path=none"], ["none/tokenizer.json: no such file", "model.path"]),
         (["sandbox"], ["model.path: missing", "give the model directory"]),
-        (["rollout", "--engine", "scripted", "--set", "rollout.script=none"], ["none: rollout.script: cannot be read", "JSON-lines file"]),
+        (["rollout", "--engine", "scripted", "--set", "rollout.script=none"], ["none: rollout.script: no such file", "JSON-lines file"]),
         (["train", "--set", "model.path=none"], ["none", "model.path", "Hugging Face model directory"]),
         (["dump", "none"], ["none: holds no ledger.db", "the directory of a run"]),
         (["report", "none"], ["none: holds no ledger.db", "the directory of a run"]),

@@ -81,6 +81,10 @@ def test_a_cell_is_added_and_one_is_taken_out_while_the_run_goes_on(run: Run) ->
         return (run.dir / "events.jsonl").exists() and any(r["cell"] == cell and r["phase"] == "rollout" for r in roles(run))
 
     run.until(lambda: serving("a") and serving("b"), "the first two cells")
+    for text, why in (("cell\n", "hosts.txt:1"), (two.replace("name=a", "name=d"), "lacks a-train")):
+        hosts.write_text(text)
+        refused = subprocess.run(run.argv("coord", "--reload"), capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        assert refused.returncode == 2 and why in refused.stderr, refused.stderr
     hosts.write_text(THREE)
     assert subprocess.run(run.argv("coord", "--reload"), timeout=DEADLINE_S, check=False).returncode == 0
     run.until(lambda: serving("c"), "the third cell")
