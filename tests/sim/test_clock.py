@@ -6,8 +6,7 @@ import asyncio
 import time
 
 import pytest
-
-from gyre.sim.theorem.clock import Life, Process, Stuck, VirtualLoop, run
+from theorem.clock import Life, Process, Stuck, VirtualLoop, run
 
 
 def test_time_jumps_to_the_next_timer() -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from theorem import clock
+from theorem.clock import Process, VirtualLoop
+from theorem.collective import Meetings, MemoryCollective
+from theorem.compute import Compute
 from torch import Tensor
 
-from gyre.sim.theorem import clock
-from gyre.sim.theorem.clock import Process, VirtualLoop
-from gyre.sim.theorem.collective import Meetings, MemoryCollective
-from gyre.sim.theorem.compute import Compute
 from gyre.train.group import TorchCollective
 from gyre.train.protocols import CollectiveFailed, Group
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from theorem.clock import Process, VirtualLoop, run
+from theorem.network import Client, Network, Peer, Server, Weather
 
 from gyre.errors import DeadlineExceeded
-from gyre.sim.theorem.clock import Process, VirtualLoop, run
-from gyre.sim.theorem.network import Client, Network, Peer, Server, Weather
 from gyre.wire.codec import Arrays
 from gyre.wire.messages import Ack, FromBuffer, Message, Note, ToBuffer
 

@@ -11,12 +11,12 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import msgspec
 import pytest
-
-from gyre.sim.theorem.plan import CORE_MOMENTS, SATELLITE_MOMENTS, Fault, Plan, draw
-from gyre.sim.theorem.trial import Verdict, command, play, trial
+from theorem.plan import CORE_MOMENTS, SATELLITE_MOMENTS, Fault, Plan, draw
+from theorem.trial import Verdict, command, play, trial
 
 SEEDS = [int(os.environ["GYRE_SEED"])] if "GYRE_SEED" in os.environ else range(int(os.environ.get("GYRE_SEEDS", "100")))
 REGRESSIONS = (591,)
@@ -107,9 +107,9 @@ def test_a_seed_is_a_history() -> None:
     digest = trial(5).chronicle.digest()
     assert trial(5).chronicle.digest() == digest
     assert trial(7).chronicle.digest() != digest
-    code = "from gyre.sim.theorem.trial import trial; print(trial(5).chronicle.digest())"
+    code = "from theorem.trial import trial; print(trial(5).chronicle.digest())"
     for hash_seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(Path(__file__).parent)}
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=True)
         assert done.stdout.strip() == digest
 
@@ -117,8 +117,7 @@ def test_a_seed_is_a_history() -> None:
 @pytest.mark.parametrize("seed", [1, 4, 8, 17])
 def test_with_the_production_learner(seed: int) -> None:
     import torch
-
-    from gyre.sim.theorem.torch_learner import Torches
+    from theorem.torch_learner import Torches
 
     torch.set_num_threads(1)
     plan = draw(seed)

@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from theorem.buffer import Disk
+from theorem.collective import MemoryCollective
+from theorem.learner import TableLearner
+from theorem.trial import trial
 
 from gyre.buffer import training
 from gyre.buffer.machine import Machine
 from gyre.buffer.state import State
-from gyre.sim.theorem.buffer import Disk
-from gyre.sim.theorem.collective import MemoryCollective
-from gyre.sim.theorem.learner import TableLearner
-from gyre.sim.theorem.trial import trial
 from gyre.wire.rows import GroupState
 
 Patch = Callable[[Any, str, Any], None]

@@ -13,12 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from gyre.net.sockets import Peer
-from gyre.sim.theorem.chronicle import Sight, Update, Vector
-from gyre.sim.theorem.clock import Process
-from gyre.sim.theorem.collective import MemoryCollective
-from gyre.sim.theorem.compute import Compute
-from gyre.sim.theorem.network import Client, Server
-from gyre.sim.theorem.world import World
 from gyre.train.corelink import CoreLink
 from gyre.train.ledger import Ledger
 from gyre.train.loop import Loop
@@ -30,6 +24,12 @@ from gyre.weights.snapshot import Snapshot
 from gyre.weights.transfer import PolicyServer
 from gyre.wire.codec import Arrays
 from gyre.wire.messages import FromBuffer, FromTrain, Message, ToTrain
+from theorem.chronicle import Sight, Update, Vector
+from theorem.clock import Process
+from theorem.collective import MemoryCollective
+from theorem.compute import Compute
+from theorem.network import Client, Server
+from theorem.world import World
 
 
 class Told:

@@ -16,15 +16,15 @@ from typing import Any, Protocol
 
 from gyre.buffer.queries import Task, TaskSet
 from gyre.errors import WorkFailed
-from gyre.sim.theorem.buffer import Buffer, Disk
-from gyre.sim.theorem.chronicle import Chronicle, Said, Snapshot
-from gyre.sim.theorem.clock import Life, Process, VirtualLoop, current
-from gyre.sim.theorem.collective import Meetings
-from gyre.sim.theorem.feeder import Sandbox
-from gyre.sim.theorem.network import Network
-from gyre.sim.theorem.plan import Fault, Plan
 from gyre.types import RolloutState
 from gyre.wire.messages import Counters, Message
+from theorem.buffer import Buffer, Disk
+from theorem.chronicle import Chronicle, Said, Snapshot
+from theorem.clock import Life, Process, VirtualLoop, current
+from theorem.collective import Meetings
+from theorem.feeder import Sandbox
+from theorem.network import Network
+from theorem.plan import Fault, Plan
 
 END_TURNS = 100_000
 END_S = 3000.0  # a world that takes longer is stuck: the plans' own times add up to some hundreds

@@ -23,14 +23,14 @@ from gyre.buffer.machine import Machine
 from gyre.buffer.queries import TaskSet
 from gyre.config import Config
 from gyre.net.sockets import Peer
-from gyre.sim.theorem.clock import Process
-from gyre.sim.theorem.network import Network, Server
 from gyre.trajectory.flatten import flatten
 from gyre.types import MicroStepState, Purpose, RolloutState
 from gyre.wire import payload
 from gyre.wire.codec import Arrays
 from gyre.wire.messages import Counters, Message, RolloutEnded, ToBuffer
 from gyre.wire.rows import Item, MicroStepRow, RolloutRow, Row
+from theorem.clock import Process
+from theorem.network import Network, Server
 
 WALL_S = 1.7e9  # virtual time 0 as seconds since the epoch
 

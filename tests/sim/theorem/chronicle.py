@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from gyre.sim.theorem.buffer import Disk
-from gyre.sim.theorem.feeder import Execution
 from gyre.types import RolloutState
 from gyre.wire.messages import Counters, Message
+from theorem.buffer import Disk
+from theorem.feeder import Execution
 
 Vector = npt.NDArray[np.float64]
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from gyre.config import Train
-from gyre.sim.theorem.chronicle import Vector
-from gyre.sim.theorem.feeder import VOCABULARY, Execution
-from gyre.sim.theorem.learner import WIDTH, Observe, Stepped, named, number
-from gyre.sim.theorem.plan import Plan
-from gyre.sim.theorem.reference import advantages
 from gyre.train.model import MicroStepData, Policy
 from gyre.train.optimizer import Learner
 from gyre.train.protocols import Update
+from theorem.chronicle import Vector
+from theorem.feeder import VOCABULARY, Execution
+from theorem.learner import WIDTH, Observe, Stepped, named, number
+from theorem.plan import Plan
+from theorem.reference import advantages
 
 TOLERANCE: Final = 1e-5
 

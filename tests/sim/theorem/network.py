@@ -20,10 +20,10 @@ from typing import Any
 
 from gyre.errors import DeadlineExceeded
 from gyre.net.sockets import Peer
-from gyre.sim.theorem.clock import Life, Process, VirtualLoop
 from gyre.wire.arrays import Array
 from gyre.wire.codec import Arrays, Decoder, encode
 from gyre.wire.messages import Message
+from theorem.clock import Life, Process, VirtualLoop
 
 
 @dataclass(frozen=True)

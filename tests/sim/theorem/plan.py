@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from gyre.config import Config
-from gyre.sim.theorem.network import Weather
+from theorem.network import Weather
 
 CORE_MOMENTS: Final = (
     "ClaimMicroStep", "Accumulated", "SealStep", "CommitStep", "VoidIncarnations", "Published", "CheckpointSaved", "RenewClaims", "AcquireTerm",

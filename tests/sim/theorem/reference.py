@@ -15,8 +15,8 @@ import math
 import struct
 from dataclasses import dataclass
 
-from gyre.sim.theorem.feeder import VOCABULARY, Execution
 from gyre.types import Ending
+from theorem.feeder import VOCABULARY, Execution
 
 GRADED_WITHOUT_REWARD = Ending.TASK_SETUP_FAILED  # the task is at fault: reward 0, in the mean, no loss
 

@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gyre.sim.theorem.chronicle import Vector
-from gyre.sim.theorem.feeder import VOCABULARY
-from gyre.sim.theorem.plan import Plan
-from gyre.sim.theorem.reference import Table
 from gyre.train.metrics import Tally
 from gyre.train.model import MicroStepData
 from gyre.train.protocols import Update
 from gyre.types import TensorSpec, Version
 from gyre.weights.snapshot import Allocate, Snapshot, pack, unpack
+from theorem.chronicle import Vector
+from theorem.feeder import VOCABULARY
+from theorem.plan import Plan
+from theorem.reference import Table
 
 Observe = Callable[[int, Vector], None]
 Stepped = Callable[[int, Vector, Vector, Counter[str]], None]

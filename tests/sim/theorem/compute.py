@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from gyre.sim.theorem.clock import Process, VirtualLoop
+from theorem.clock import Process, VirtualLoop
 
 
 class Compute:

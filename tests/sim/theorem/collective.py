@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gyre.sim.theorem.clock import VirtualLoop
-from gyre.sim.theorem.compute import Compute
 from gyre.train.protocols import CollectiveFailed, Group
+from theorem.clock import VirtualLoop
+from theorem.compute import Compute
 
 
 class Learner(Protocol):

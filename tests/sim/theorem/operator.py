@@ -11,9 +11,9 @@ import asyncio
 import random
 
 from gyre.errors import DeadlineExceeded, WorkFailed
-from gyre.sim.theorem.cells import Cell, Directions, Told, address_of, core_life, satellite_life
-from gyre.sim.theorem.clock import Life, Process
-from gyre.sim.theorem.world import World
+from theorem.cells import Cell, Directions, Told, address_of, core_life, satellite_life
+from theorem.clock import Life, Process
+from theorem.world import World
 
 EVERY_S = 0.5
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from gyre.config import Config
 from gyre.errors import DeadlineExceeded
-from gyre.sim.theorem.clock import Process
-from gyre.sim.theorem.network import Client, Network
 from gyre.types import CallRecord, CallStatus, Ending, GraphNode, LeafClass, Ticket, TrajectoryMeta
 from gyre.wire.messages import FromBuffer, GradingStarted, LeaseRef, LeasesRenewed, LeaseTickets, Refuse, RenewLeases, RolloutEnded, Tickets
+from theorem.clock import Process
+from theorem.network import Client, Network
 
 VOCABULARY = 7
 

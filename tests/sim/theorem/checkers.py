@@ -20,11 +20,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from gyre.sim.theorem.buffer import Event
-from gyre.sim.theorem.chronicle import Chronicle
-from gyre.sim.theorem.feeder import Execution, execution
 from gyre.types import RolloutState
 from gyre.wire.messages import Ack, CommitStep, MicroStepClaimed, Published, RolloutEnded, TermGranted
+from theorem.buffer import Event
+from theorem.chronicle import Chronicle
+from theorem.feeder import Execution, execution
 
 Findings = Iterator[str]
 
