@@ -42,7 +42,10 @@ def main(
         else:
             assert workload is not None
             made = files.load(workload, given)
-        rows = compare.compare(made, rules or compare.DEFAULT_RULES)
+        from rich.console import Console
+
+        with Console(stderr=True).status("") as status:  # nothing where stderr is no terminal
+            rows = compare.compare(made, rules or compare.DEFAULT_RULES, lambda next_: status.update(f"simulating {next_}"))
         click.echo(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode() if form == "json" else compare.table(rows))
 
     cli.guarded(run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -138,12 +138,15 @@ def names_for(workload: Workload, rules: Sequence[str]) -> list[RuleName]:
     return names
 
 
-def compare(workload: Workload, rules: Sequence[str]) -> list[Row]:
-    """Every rule at every target. Raises `UsageError`."""
+def compare(workload: Workload, rules: Sequence[str], progress: Callable[[str], None] = lambda _: None) -> list[Row]:
+    """Every rule at every target; `progress` is told which is next. Raises `UsageError`."""
     names = names_for(workload, rules)
     out: list[Row] = []
     for target in workload.system.targets:
-        rows = [evaluate(workload, n, target) for n in names]
+        rows = []
+        for n in names:
+            progress(f"{n.text} at target {target:g}")
+            rows.append(evaluate(workload, n, target))
         out += [msgspec.structs.replace(r, speedup={o.rule: o.hours / r.hours for o in rows if o is not r}) for r in rows]
     return out
 

@@ -59,6 +59,9 @@ class Group:
         self.live: set[int] = set()
 
 
+DEATHS_MOST: Final = 1000  # of a cell, on average, in one step
+
+
 class World:
     """One run. `run()` returns when its last publication is done; the trace then has all that happened."""
 
@@ -101,6 +104,7 @@ class World:
         self._stay: Stay | None = None
         self._asking = False
         self._done = False
+        self._deaths = 0  # since the last commit
         self._random = Random(f"faults/{seed}")
 
     def at(self, delay: float, what: Callable[..., None], *args: Any) -> None:
@@ -108,7 +112,7 @@ class World:
         heappush(self._heap, (self.now + delay, self._number, what, args))
 
     def run(self) -> World:
-        """To the last publication. Raises `WorkFailed` when nothing more can happen before it."""
+        """To the last publication. Raises `WorkFailed` when nothing more can happen before it, or cells die quicker than they work."""
         self._start()
         heap, pool = self._heap, self.pool
         while not self._done:
@@ -248,6 +252,7 @@ class World:
             return
         self.steps += 1
         self.steps_left -= 1
+        self._deaths = 0
         self.trace.append((self.now, "commit", self.steps, tuple(self.taken)))
         self.taken = []
         for c in self.cells:
@@ -381,6 +386,9 @@ class World:
     def _die(self, c: Cell) -> None:
         faults = self.work.faults
         assert faults is not None
+        self._deaths += 1
+        if self._deaths > DEATHS_MOST * len(self.cells):
+            raise WorkFailed(f"no step ends: each cell died {DEATHS_MOST} times in burst {self.burst}; give a larger workload.faults.cell_mtbf_h")
         if c.phase is TRAIN:
             self._release(c)
         if c in self.joining:

@@ -58,6 +58,7 @@ def test_table() -> None:
         (["--workload", NL2, "--set", "workload.seeds=[]"], ("workload.seeds",)),
         (["--workload", NL2, "--set", "system.dispatch=sometimes"], ("system.dispatch",)),
         (["--workload", NL2, "--set", "workload.replayed_s=[[1.0]]"], ("workload.replayed_s", "--replay")),
+        (["--workload", "/dev/zero"], ("/dev/zero", "longer than 64 MiB")),
         (["--replay", str(WORKLOADS)], ("events.jsonl", "give the directory of a run")),
     ],
 )
@@ -73,6 +74,12 @@ def test_files_that_are_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "w.toml").write_text(text)
     result = sim("--workload", str(tmp_path / "w.toml"))
     assert result.exit_code == 2 and "w.toml" in result.stderr and len(result.stderr.strip().splitlines()) == 1
+
+
+def test_cells_that_die_quicker_than_they_work_end_it() -> None:
+    """Not a simulation without an end."""
+    result = sim("--workload", NL2, *SMALL, "--rule", "elastic", "--set", "workload.faults.cell_mtbf_h=1e-9")
+    assert result.exit_code == 1 and "cell_mtbf_h" in result.stderr and "Traceback" not in result.stderr, result.output
 
 
 def test_examples_are_read() -> None:
