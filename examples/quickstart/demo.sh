@@ -36,9 +36,11 @@ done
 # shellcheck disable=SC2086
 gyre-task check $flags $some >&2
 
-if [ ! -f "$made/model-$seed/model.safetensors" ]; then
+if [ ! -d "$made/model-$seed" ]; then
     say "3/4  Warm start: a tiny model imitates a careless demonstrator (about two minutes)"
-    python "$here/make_model.py" --out "$made/model-$seed" --seed "$seed" >&2
+    rm -rf "$made/model-$seed.part"
+    python "$here/make_model.py" --out "$made/model-$seed.part" --seed "$seed" >&2
+    mv "$made/model-$seed.part" "$made/model-$seed"
 fi
 
 say "4/4  Reinforcement learning from the verifiers alone"

@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -163,6 +164,7 @@ def main() -> None:
     parser.add_argument("--demonstrations", type=int, default=DEMONSTRATIONS, help="how many (default 4000)")
     parser.add_argument("--threads", type=int, default=2, help="threads of the arithmetic (default 2)")
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
     torch.set_num_threads(options.threads)
     start = time.monotonic()
     shown = demonstrations(options.demonstrations, options.seed)
