@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 from whole_run import RIGHT, WRONG, Run, step_groups
 
@@ -17,18 +16,6 @@ CELLS = "abc"
 HOSTS = "buffer localhost\nsandbox localhost name=box slots=8\n" + "".join(f"cell localhost name={c}\n" for c in CELLS)
 
 
-def pid_of(run: Run, name: str) -> int | None:
-    """The process of this run that was started with this --name."""
-    for pid in (int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        if str(run.dir) in words and "--name" in words and words[words.index("--name") + 1] == name:
-            return pid
-    return None
-
-
 def monkey(run: Run, rng: random.Random, coord: subprocess.Popen[str]) -> list[str]:
     """Kill, or stop for a while, one process after the other. Returns what it did."""
     began, deeds = time.monotonic(), list[str]()
@@ -36,7 +23,7 @@ def monkey(run: Run, rng: random.Random, coord: subprocess.Popen[str]) -> list[s
     while time.monotonic() - began < CHAOS_S and coord.poll() is None:
         time.sleep(rng.uniform(2.0, 5.0))
         name, deed, pause_s = rng.choice(names), rng.choice(["kill", "stop", "stop"]), rng.uniform(0.5, 12.0)
-        pid = pid_of(run, name)
+        pid = run.pid_of(name)
         if pid is None:
             continue
         deeds.append(f"{time.monotonic() - began:.0f} s: {deed} {name}")

@@ -8,21 +8,8 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from pathlib import Path
 
 from whole_run import DEADLINE_S, RIGHT, WRONG, Run, step_groups
-
-
-def pid_of(run: Run, name: str) -> int | None:
-    """The process that was started with this --name in this run."""
-    for pid in (int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        if str(run.dir) in words and "--name" in words and words[words.index("--name") + 1] == name:
-            return pid
-    return None
 
 
 def test_every_process_is_killed_once(run: Run) -> None:
@@ -44,10 +31,10 @@ def test_every_process_is_killed_once(run: Run) -> None:
     for n, name in enumerate(names):
         run.until(lambda n=n: coord.poll() is not None or committed() > n, f"step {n + 1}")
         time.sleep(rng.uniform(0, 1.0))
-        pid = pid_of(run, name)
+        pid = run.pid_of(name)
         assert pid is not None and coord.poll() is None, f"{name}: {coord.communicate()[1][-3000:]}"
         os.kill(pid, signal.SIGKILL)
-        run.until(lambda name=name, pid=pid: coord.poll() is not None or pid_of(run, name) not in (None, pid), f"{name} to be started again")
+        run.until(lambda name=name, pid=pid: coord.poll() is not None or run.pid_of(name) not in (None, pid), f"{name} to be started again")
     _, err = coord.communicate(timeout=DEADLINE_S)
     assert coord.returncode == 0, err[-5000:]
     assert all(f"{name} is started again" in err for name in names)

@@ -160,6 +160,17 @@ class Run:
             assert time.monotonic() < end, f"gave up waiting for {what}"
             time.sleep(0.02)
 
+    def pid_of(self, name: str) -> int | None:
+        """The process of this run that was started with this --name."""
+        for pid in (int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()):
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            if str(self.dir) in words and "--name" in words and words[words.index("--name") + 1] == name:
+                return pid
+        return None
+
     def left_behind(self) -> list[str]:
         """Processes of this run that are still there: its commands, and whatever runs in its sandboxes."""
         found = []
@@ -167,9 +178,10 @@ class Run:
             try:
                 line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+                sandboxed = str(self.folder) in Path(f"/proc/{pid}/mountinfo").read_text()  # the harness is mounted from there
             except OSError:
                 continue
-            if state != "Z" and (str(self.dir) in line or "/harness/harness.py" in line):
+            if state != "Z" and (str(self.dir) in line or sandboxed):
                 found.append(line)
         return found
 
