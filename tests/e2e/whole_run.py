@@ -40,7 +40,7 @@ threads = 1
 backend = "{backend}"
 unsafe = {unsafe}
 slots = 4
-harness_dir = "{quickstart}/agent"
+harness_dir = "agent"
 harness_timeout_s = 60
 verifier_timeout_s = 60
 lease_ttl_s = 3
@@ -97,8 +97,11 @@ class Run:
     def __init__(self, folder: Path, model: Path, tasks: Path) -> None:
         self.folder, self.dir = folder, folder / "run"
         self.config = folder / "run.toml"
+        shutil.copytree(
+            QUICKSTART / "agent", folder / "agent", ignore=shutil.ignore_patterns("__pycache__")
+        )  # `left_behind` knows it by its path
         unsafe = str(backend() == "process").lower()
-        self.config.write_text(CONFIG.format(model=model, tasks=tasks, quickstart=QUICKSTART, backend=backend(), unsafe=unsafe))
+        self.config.write_text(CONFIG.format(model=model, tasks=tasks, backend=backend(), unsafe=unsafe))
         (folder / "hosts.txt").write_text(HOSTS)
         self.script(RIGHT, WRONG)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -181,7 +184,7 @@ class Run:
                 sandboxed = str(self.folder) in Path(f"/proc/{pid}/mountinfo").read_text()  # the harness is mounted from there
             except OSError:
                 continue
-            if state != "Z" and (str(self.dir) in line or sandboxed):
+            if state != "Z" and (str(self.folder) in line or sandboxed):
                 found.append(line)
         return found
 
