@@ -4,16 +4,18 @@
 #   TORCH_INDEX=URL        index to take torch from, for example one with CPU builds
 #   UNSAFE=1               go on without bubblewrap: executions are then not contained
 #   GYRE_REQUIRE=bwrap     fail, and do not skip, what needs bubblewrap
+#   JOBS=2                 test files that run at the same time
 #   SEED=0  RUN=runs/demo  seed and run directory of the demo; HOSTS=FILE  RULE=NAME  STEPS=N  its cells, their rule, a shorter one
 
 SHELL := /bin/sh
 BIN := .venv/bin
+JOBS := 2
 export UNSAFE TORCH_INDEX PYTHON
 
 .PHONY: help setup demo test check bench docs clean
 
 help:
-	@sed -n '1,9s/^# \{0,1\}//p' Makefile
+	@sed -n '1,10s/^# \{0,1\}//p' Makefile
 	@echo "targets: setup demo test check bench docs clean"
 
 setup:
@@ -30,7 +32,7 @@ check: setup
 	$(BIN)/python docs/generate.py --check
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 bench: setup
 	$(BIN)/python tests/bench/run.py
