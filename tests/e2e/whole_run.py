@@ -97,9 +97,7 @@ class Run:
     def __init__(self, folder: Path, model: Path, tasks: Path) -> None:
         self.folder, self.dir = folder, folder / "run"
         self.config = folder / "run.toml"
-        shutil.copytree(
-            QUICKSTART / "agent", folder / "agent", ignore=shutil.ignore_patterns("__pycache__")
-        )  # `left_behind` knows it by its path
+        shutil.copytree(QUICKSTART / "agent", folder / "agent", ignore=shutil.ignore_patterns("__pycache__"))  # `left_behind` knows it by its path
         unsafe = str(backend() == "process").lower()
         self.config.write_text(CONFIG.format(model=model, tasks=tasks, backend=backend(), unsafe=unsafe))
         (folder / "hosts.txt").write_text(HOSTS)
