@@ -130,7 +130,7 @@ def create(draw: Draw) -> Task:
         right=(write(path, text + "\n"),),
         mistakes=(
             (write(path, " ".join(words[:-1]) + "\n"),),
-            (write(path, " ".join(words[::-1]) + "\n"),),
+            (write(path, " ".join(words[1:]) + "\n"),),
             (write(path.split(".")[0] + "." + other, text + "\n"),),
         ),
         files={path: text},
@@ -183,12 +183,13 @@ def fix(draw: Draw) -> Task:
 def rename(draw: Draw) -> Task:
     old, new, text = draw.file(), draw.file(), draw.words(3)
     verb = draw.rng.choice(("Rename", "Move"))
+    other = draw.rng.choice([e for e in EXTENSIONS if not new.endswith(e)])
     return Task(
         kind="rename",
         instruction=f"{verb} `{old}` to `{new}`.",
         start={old: text + "\n"},
         right=(bash(f"mv {old} {new}"),),
-        mistakes=((bash(f"cp {old} {new}"),), (bash(f"mv {new} {old}"),)),
+        mistakes=((bash(f"cp {old} {new}"),), (bash(f"mv {old} {new.split('.')[0]}.{other}"),)),
         files={old: None, new: text},
     )
 
