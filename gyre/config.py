@@ -132,10 +132,21 @@ class Train(Table, frozen=True, kw_only=True):
 
     engine: Annotated[Literal["torch", "paced"], _doc("What computes gradients; paced sleeps as run.workload says.")] = "torch"
     steps: Annotated[int, _doc("Optimizer steps of the run.", ge=1)] = 100
-    objective: Annotated[Literal["dis", "grpo"], _doc("dis: double-sided importance sampling; grpo: clipped surrogate.")] = "dis"
-    advantage: Annotated[Literal["mean", "grpo"], _doc("mean: R - mean; grpo: also divided by the standard deviation (ddof 0).")] = "mean"
-    ratio_low: Annotated[float, _doc("dis: ratios below it get weight 0; grpo: 1 - epsilon.", ge=0)] = 0.5
-    ratio_high: Annotated[float, _doc("dis: ratios above it get weight 0; grpo: 1 + epsilon.", gt=0)] = 2.0
+    objective: Annotated[
+        Literal["dis", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "tis"],
+        _doc("The loss and its denominator; objectives.md has formulas and sources. dis: double-sided importance sampling."),
+    ] = "dis"
+    advantage: Annotated[
+        Literal["mean", "grpo", "rloo"],
+        _doc("mean: R - mean; grpo: also divided by the standard deviation (ddof 0); rloo: R - mean of the others."),
+    ] = "mean"
+    ratio_low: Annotated[float, _doc("Lower end of the objective's region of ratios (clip: 1 - epsilon); negative: the objective's own.")] = -1.0
+    ratio_high: Annotated[float, _doc("Upper end of the objective's region of ratios (clip: 1 + epsilon); negative: the objective's own.")] = -1.0
+    constant_tokens: Annotated[int, _doc("dr_grpo: an execution's loss is divided by so many tokens, however many it has.", ge=1)] = 4096
+    drop_uniform: Annotated[bool, _doc("Discard groups whose rewards are all equal: they teach nothing.")] = False
+    max_version_lag: Annotated[
+        int, _doc("Tokens sampled by a policy more than so many steps older than the weights bear no loss and are counted; 0 is off.", ge=0)
+    ] = 0
     lr: Annotated[float, _doc("Peak learning rate.", gt=0)] = 1e-6
     lr_schedule: Annotated[Literal["constant", "linear", "cosine"], _doc("Decay after warm-up, to lr_min at the last step.")] = "constant"
     lr_min: Annotated[float, _doc("Learning rate at the end of a decay.", ge=0)] = 0.0
@@ -145,6 +156,7 @@ class Train(Table, frozen=True, kw_only=True):
     weight_decay: Annotated[float, _doc("AdamW's decoupled weight decay.", ge=0)] = 0.0
     clip_norm: Annotated[float, _doc("Gradient norm is clipped to it; 0 is off.", ge=0)] = 1.0
     micro_step_tokens: Annotated[int, _doc("Token budget of a micro-step; a longer trajectory gets one of its own.", ge=1)] = 16384
+    prefix_tree: Annotated[bool, _doc("Compute what the trajectories of an execution share once, for models whose attention allows it.")] = True
     claim_ttl_s: Annotated[float, _doc("Lease of a claimed micro-step; renewed at a third of it.", gt=0)] = 60.0
     backend: Annotated[Literal["auto", "gloo", "nccl"], _doc("How cells reduce; auto: gloo on the CPU, nccl where the model is on a GPU.")] = "auto"
     reduce_timeout_s: Annotated[float, _doc("A reduction or broadcast between cells that takes longer is given up.", gt=0)] = 120.0

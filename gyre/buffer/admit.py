@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Final
 
 from gyre.buffer.effects import Now
 from gyre.buffer.queries import derive_seed
@@ -17,6 +18,11 @@ from gyre.rules import admission, staleness
 from gyre.types import Purpose, RolloutState, Version
 from gyre.wire.messages import Ack, Published
 from gyre.wire.rows import EvalRow, GroupRow, GroupState, PublicationRow, QueryRow, RolloutRow
+
+UNIFORM: Final = "uniform_rewards"
+"""Why groups are discarded whose rewards are all equal, where `train.drop_uniform` says so."""
+
+_UNIFORM_STEPS: Final = 4  # uniform groups in a row, in steps' worth, after which a step makes do with what it has
 
 
 def on_published(s: State, now: Now, to: Hashable, m: Published) -> None:
@@ -131,9 +137,15 @@ def _issue(s: State, now: Now, rollout_id: str, group_id: str, query: QueryRow, 
 
 
 def on_discarded(s: State, now: Now, group: GroupRow, cause: str) -> None:
-    """A group left the run: its quota is free at once. A substitute comes where `on_discard` says so, within a budget of losses in a row."""
+    """A group left the run: its quota is free at once. A substitute comes where `on_discard` says so, within a budget of losses in a row.
+
+    Equal rewards are no loss and never end the run: where they do not end, the step closes without.
+    """
     continuous = s.system.dispatch == "continuous"
-    if s.system.on_discard == "replace" or continuous:
+    if group.reason == UNIFORM:
+        if hopeless(s):
+            return
+    elif s.system.on_discard == "replace" or continuous:
         s.meta.substitutes_in_a_row += 1
         s.put(s.meta)
         if s.meta.substitutes_in_a_row > s.config.run.max_infra_failures:
@@ -141,6 +153,11 @@ def on_discarded(s: State, now: Now, group: GroupRow, cause: str) -> None:
             return
     if s.system.on_discard == "replace" and not continuous and s.published is not None and s.needed > 0 and s.stream.left(s.meta.queries_drawn) != 0:
         admit_one(s, now, cause, substitute_for=group.group_id)
+
+
+def hopeless(s: State) -> bool:
+    """Have so many groups in a row had equal rewards that the open step is not to wait for better ones?"""
+    return s.meta.uniform_in_a_row >= _UNIFORM_STEPS * s.system.groups_per_step
 
 
 def fail(s: State, reason: str, cause: str = "") -> None:

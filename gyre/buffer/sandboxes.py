@@ -3,7 +3,8 @@
 Invariants
 - A rollout is leased to one holder at a time; a ticket issued again has a new epoch, and whatever comes under the old one is refused.
 - What an ending means is `types.ENDINGS` and nothing else. A failure of the infrastructure is never a reward.
-- A group is complete when all its rollouts are terminal: ready with at least `min_group` graded ones, else discarded.
+- A group is complete when all its rollouts are terminal: ready with at least `min_group` graded ones, else discarded; discarded too if their rewards
+  are all equal and `train.drop_uniform` says so.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Hashable
 
 from gyre.buffer import admit
+from gyre.buffer.admit import UNIFORM
 from gyre.buffer.advantage import advantages, uniform
 from gyre.buffer.effects import Now, Received, Store
 from gyre.buffer.state import Poll, State
@@ -138,11 +140,22 @@ def on_ended(s: State, now: Now, e: Received, m: RolloutEnded) -> None:
         case Training.ACCEPT | Training.STATISTICS:
             row.reward = m.reward
             if rule.training is Training.ACCEPT:
-                row.items = [Item(row.rollout_id, t.index, t.n_tokens, t.n_trainable, t.leaf_class.value) for t in m.trajectories]
+                row.items = _items(m)
             if e.versions is not None:
                 row.version_min, row.version_max = e.versions
     s.emit(Store(row))
     settle(s, now, row, RolloutState.WAITING, m.id)
+
+
+def _items(m: RolloutEnded) -> list[Item]:
+    """What is there to pack: the trajectories that bear loss count each of the graph's nodes once."""
+    seen: set[int] = set()
+    items = []
+    for t in m.trajectories:
+        own = sum(m.nodes[i].n_tokens for i in t.nodes if i not in seen) if t.n_trainable and t.nodes else -1
+        items.append(Item(m.rollout_id, t.index, t.n_tokens, t.n_trainable, t.leaf_class.value, own))
+        seen.update(t.nodes if t.n_trainable else ())
+    return items
 
 
 def count_infrastructure(s: State, ending: Ending, detail: str, where: str, cause: str) -> None:
@@ -208,13 +221,18 @@ def _complete(s: State, now: Now, group_id: str, cause: str) -> None:
         reasons = Counter(str(r.ending) for r in rows if r.state is RolloutState.DISCARDED)
         discard_group(s, now, group_id, max(sorted(reasons), key=lambda k: reasons[k]), cause)
         return
-    for row, advantage in zip(graded, advantages(rewards, s.config.train.advantage), strict=True):
-        row.advantage = advantage
     group.reward_mean = math.fsum(rewards) / len(rewards)
     group.uniform = uniform(rewards)
+    s.meta.substitutes_in_a_row = 0
+    if group.uniform and s.config.train.drop_uniform:
+        s.meta.uniform_in_a_row += 1
+        discard_group(s, now, group_id, UNIFORM, cause)
+        return
+    for row, advantage in zip(graded, advantages(rewards, s.config.train.advantage), strict=True):
+        row.advantage = advantage
     group.ready_seq, group.ready_at = s.meta.ready_seq, now.wall
     s.meta.ready_seq += 1
-    s.meta.substitutes_in_a_row = 0
+    s.meta.uniform_in_a_row = 0
     s.put(s.meta)
     s.move_group(group, GroupState.READY)
     s.log("group_ready", cause, group=group_id, graded=len(graded), discarded=len(rows) - len(graded), reward_mean=group.reward_mean,

@@ -3,7 +3,8 @@
 A step's life: open (first claim) → closed (it has all the groups it gets) → sealed (manifest issued) → committed. Invariants:
 
 - Only step committed + 1 takes groups, in the order in which they became ready; so the same groups in the same order give the same steps.
-- A step closes with fewer than B groups only when nothing that could still come would come before it commits, and its event says so.
+- A step closes with fewer than B groups only when nothing that could still come would come before it commits, or when groups that are dropped for
+  equal rewards do not end; its event says so.
 - A micro-step is claimed by one (cell, incarnation). Losing a claim's lease voids the whole incarnation: all its uncommitted micro-steps are
   queued again.
 - A lower term is refused. A new term rolls back what its checkpoint does not contain: those groups are ready again, in their old order.
@@ -184,11 +185,14 @@ def refill(s: State, now: Now, cause: str) -> StepRow:
         admit.admit(s, now, cause)
     if closes(s):
         step.closed = True
+        s.meta.uniform_in_a_row = 0
+        s.put(s.meta)
         step.groups = list(s.taken)
         s.put(step)
         short = s.system.groups_per_step - len(s.taken)
         s.log("step_closed", cause, step=step.step, groups=len(s.taken), short=short, discarded_by_reason=dict(s.meta.discards) if short else {})
-    packs, s.pending = pack(s.pending, s.config.train.micro_step_tokens, flush=step.closed)
+    train = s.config.train
+    packs, s.pending = pack(s.pending, train.micro_step_tokens, flush=step.closed, whole=train.prefix_tree)
     for items in packs:
         n = len(s.micro_steps)
         row = MicroStepRow(f"s{step.step}.t{step.term}.m{n}", step.term, step.step, n, items, sum(i.n_tokens for i in items))
@@ -198,8 +202,9 @@ def refill(s: State, now: Now, cause: str) -> StepRow:
 
 
 def closes(s: State) -> bool:
-    """Has the open step all the groups it gets? With fewer than B, only if none is out or ready and none would be admitted before it commits."""
-    if len(s.taken) >= s.system.groups_per_step:
+    """Has the open step all the groups it gets? With fewer than B, only if none is out or ready and none would be admitted before it commits, or if
+    continuous dispatch brings nothing but groups of equal rewards."""
+    if len(s.taken) >= s.system.groups_per_step or (s.system.dispatch == "continuous" and not s.ready and admit.hopeless(s)):
         return True
     if s.open or s.ready or s.published is None:
         return False

@@ -4,7 +4,7 @@
         until the step is drained:  claim a micro-step, add the gradient of its numerators      (every cell does)
         seal                        the manifest says what the step consists of, and which cell holds it
         reduce                      the accumulators of exactly these cells, out of place; who is lost meanwhile is voided, its part claimed again
-        divide, clip, AdamW         once, by the step's graded executions                       (the core alone, from here on)
+        divide, clip, AdamW         once, by the objective's denominator                        (the core alone, from here on)
         commit                      from here on the step counts
         broadcast                   the new weights to the cells that stay
         every μ steps               publish, while the next step may already be gathering
@@ -38,6 +38,7 @@ from typing import Any, Final, Protocol
 from gyre.config import Config
 from gyre.errors import WorkFailed
 from gyre.train.metrics import Stopwatch, Tally, merged, step_metrics
+from gyre.train.objective import divisor
 from gyre.train.optimizer import learning_rate
 from gyre.train.protocols import Claimed, Compute, CoreLedger, Duty, Exchange, Learning, Lost, Publisher, Update, Voided
 from gyre.types import Version
@@ -116,7 +117,10 @@ class Loop:
         """Update and commit: from the first to the last, the weights are those of no step that counts."""
         self._exchange.closing()
         update = await self._update(manifest, tally)
-        metrics = step_metrics(tally, manifest.stats, updated=update.updated, grad_norm=update.grad_norm, lr=update.lr, seconds=self._watch.lap())
+        by = divisor(self._config.train, manifest.stats.executions, tally.trainable)
+        metrics = step_metrics(
+            tally, manifest.stats, updated=update.updated, grad_norm=update.grad_norm, lr=update.lr, seconds=self._watch.lap(), divisor=by
+        )
         await self._ledger.commit(manifest, metrics)
         self.step, self.dirty = manifest.step, False
         return update, metrics

@@ -63,6 +63,7 @@ class Tally:
     outside: int = 0
     all_versions: Difference = field(default_factory=Difference)
     current_version: Difference = field(default_factory=Difference)
+    too_old: int = 0  # trainable, but beyond train.max_version_lag
 
     def add(
         self,
@@ -75,11 +76,12 @@ class Tally:
         versions_N: Tensor,
         version: int,
     ) -> None:
-        """Add a micro-batch. `version` is that of the weights in training."""
+        """Add a micro-batch. `version` is that of the weights in training; `outside_N` is of the tokens that bear loss, which may be fewer."""
         self.trainable += len(new_logprobs_N)
         self.loss_numerator += numerator
         self.entropy += float(entropy_N.sum())
         self.outside += int(outside_N.sum())
+        self.too_old += len(new_logprobs_N) - len(outside_N)
         difference_N = (new_logprobs_N - old_logprobs_N).abs()
         self.all_versions.add(difference_N)
         self.current_version.add(difference_N[versions_N == version])
@@ -87,14 +89,14 @@ class Tally:
     def numbers(self) -> list[float]:
         """As it travels; `merged` reads it."""
         parts = [x for d in (self.all_versions, self.current_version) for x in (float(d.tokens), d.total, d.largest)]
-        return [float(self.trainable), self.loss_numerator, self.entropy, float(self.outside), *parts]
+        return [float(self.trainable), self.loss_numerator, self.entropy, float(self.outside), *parts, float(self.too_old)]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Tally:
         """The inverse of `numbers`. Raises `ValueError` for what is no tally."""
-        trainable, loss, entropy, outside, n, total, largest, n_current, total_current, largest_current = numbers
+        trainable, loss, entropy, outside, n, total, largest, n_current, total_current, largest_current, too_old = numbers
         both = Difference(int(n), total, largest), Difference(int(n_current), total_current, largest_current)
-        return cls(int(trainable), loss, entropy, int(outside), *both)
+        return cls(int(trainable), loss, entropy, int(outside), *both, int(too_old))
 
 
 def merged(tallies: Sequence[Tally]) -> Tally:
@@ -124,18 +126,20 @@ class Stopwatch:
 
 
 def step_metrics(
-    tally: Tally, stats: StepStats, *, updated: bool, grad_norm: float | None, lr: float, seconds: Mapping[str, float]
+    tally: Tally, stats: StepStats, *, updated: bool, grad_norm: float | None, lr: float, seconds: Mapping[str, float], divisor: float | None = None
 ) -> dict[str, float | None]:
-    """The numbers of a step, as they go into the commit."""
+    """The numbers of a step, as they go into the commit. `divisor` is the objective's, default the step's executions."""
     n = tally.trainable
+    divisor = stats.executions if divisor is None else divisor
     numbers: dict[str, float | None] = {
-        "loss": tally.loss_numerator / stats.executions if stats.executions else None,
+        "loss": tally.loss_numerator / divisor if divisor else None,
         "grad_norm": grad_norm,
         "lr": lr,
         "updated": float(updated),
         "reward": stats.reward_mean,
         "entropy": tally.entropy / n if n else None,
         "clip_fraction": tally.outside / n if n else None,
+        "too_old_tokens": float(tally.too_old),
         "logprob_diff_mean": tally.all_versions.mean,
         "logprob_diff_max": tally.all_versions.max,
         "logprob_diff_current_mean": tally.current_version.mean,

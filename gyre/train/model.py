@@ -3,7 +3,8 @@
 Invariants
 - Log-probs are those of the distribution tokens are drawn from at the run's temperature, computed in fp32.
 - Logits exist for the positions that predict a trainable token only, a bounded number of rows at a time; the backward pass computes them again.
-- Rows are padded on the right, so a causal model needs no attention mask; a row ends before its last trainable token.
+- Rows are padded on the right, so a causal model needs no attention mask; a row ends before its last trainable token. Or trajectories are packed as
+  trees (tree.py), each shared token once, where that saves something.
 - The model stays in evaluation mode: dropout would make the ratio to the rollout's log-probs a lottery.
 
 Not here: top-p and top-k (the rollout's log-probs are of the truncated distribution, these of the whole), parallelism within a cell.
@@ -23,11 +24,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gyre.config import Model
+from gyre.config import Config, Model
 from gyre.errors import UsageError
+from gyre.train import tree as trees
+from gyre.train.tree import Tree
 from gyre.types import PackedTrajectory
 
 _LOGITS_AT_ONCE: Final = 1 << 24  # elements of a chunk's logits: 64 MiB in fp32
+_WORTH: Final = 0.9  # a tree with more than this part of its rows' tokens is trained as rows
 
 
 class TokenStats(NamedTuple):
@@ -78,7 +82,9 @@ class MicroBatch:
     versions_N: Tensor
     advantages_N: Tensor
     execution_trainable_N: Tensor
+    sequences_N: Tensor  # which of the batch's trajectories
     learns: bool  # some advantage is not 0: else there is nothing to go backward for
+    tree: Tree | None = None  # how the one packed row is to be read
 
 
 class _Row(NamedTuple):
@@ -89,38 +95,71 @@ class _Row(NamedTuple):
     positions: Tensor
     length: int
 
+    def ids(self, data: MicroStepData) -> Tensor:
+        """Its token ids as model input."""
+        return data.token_ids_S[self.start : self.start + self.length]
 
-def micro_batches(data: MicroStepData, tokens: int, device: torch.device) -> Iterator[MicroBatch]:
-    """Cut a micro-step into batches of at most `tokens` padded tokens (a longer row gets one of its own), rows of like length together.
+
+class _Unit(NamedTuple):
+    """What is batched whole: a trajectory as a row, or all trajectories of an execution as a tree of `size` tokens."""
+
+    rows: list[_Row]
+    size: int
+    tree: bool
+
+    @property
+    def idle(self) -> bool:
+        return self.rows[0].trajectory.advantage == 0
+
+
+def micro_batches(data: MicroStepData, tokens: int, device: torch.device, *, tree: bool = False) -> Iterator[MicroBatch]:
+    """Cut a micro-step into batches of at most `tokens` tokens, padded ones included (a longer row or tree gets one of its own), rows of like length
+    together. With `tree`, an execution's trajectories that share prefixes are packed as one.
 
     Trajectories without advantage come in batches of their own, for their statistics. A trajectory's first token has no prediction and is never
     trainable; one without a trainable token is left out.
     """
-    rows: list[_Row] = []
-    start = 0
-    for t in data.trajectories:
-        positions = data.loss_mask_S[start + 1 : start + t.n_tokens].nonzero().flatten() + 1
-        if len(positions):
-            rows.append(_Row(t, start, positions, int(positions[-1])))
-        start += t.n_tokens
-    rows.sort(key=lambda r: (r.trajectory.advantage == 0, r.length))
-    batch: list[_Row] = []
-    for row in rows:
-        same = batch and (batch[0].trajectory.advantage == 0) == (row.trajectory.advantage == 0)
-        if batch and (not same or row.length * (len(batch) + 1) > tokens):
+    batch: list[_Unit] = []
+    for unit in sorted(_units(data, tree), key=lambda u: (u.idle, u.tree, u.size)):
+        same = batch and (batch[0].idle, batch[0].tree) == (unit.idle, unit.tree)
+        size = unit.size + sum(u.size for u in batch) if unit.tree else unit.size * (len(batch) + 1)
+        if batch and (not same or size > tokens):
             yield _micro_batch(data, batch, device)
             batch = []
-        batch.append(row)
+        batch.append(unit)
     if batch:
         yield _micro_batch(data, batch, device)
 
 
-def _micro_batch(data: MicroStepData, rows: list[_Row], device: torch.device) -> MicroBatch:
-    width = max(r.length for r in rows)
-    ids_RT = torch.zeros(len(rows), width, dtype=torch.int64)
-    for i, r in enumerate(rows):
-        ids_RT[i, : r.length] = data.token_ids_S[r.start : r.start + r.length]
-    at_N = torch.cat([i * width + r.positions - 1 for i, r in enumerate(rows)])
+def _units(data: MicroStepData, tree: bool) -> Iterator[_Unit]:
+    executions: dict[str, list[_Row]] = {}
+    start = 0
+    for t in data.trajectories:
+        positions = data.loss_mask_S[start + 1 : start + t.n_tokens].nonzero().flatten() + 1
+        if len(positions):
+            executions.setdefault(t.rollout_id, []).append(_Row(t, start, positions, int(positions[-1])))
+        start += t.n_tokens
+    for rows in executions.values():
+        if tree and len(rows) > 1:
+            size = len(trees.lay_out([r.ids(data) for r in rows]).ids_T)
+            if size <= _WORTH * sum(r.length for r in rows):
+                yield _Unit(rows, size, True)
+                continue
+        yield from (_Unit([r], r.length, False) for r in rows)
+
+
+def _micro_batch(data: MicroStepData, units: list[_Unit], device: torch.device) -> MicroBatch:
+    rows = [r for u in units for r in u.rows]
+    tree = trees.lay_out([r.ids(data) for r in rows]) if units[0].tree else None
+    if tree is not None:
+        ids_RT = tree.ids_T[None]
+        at_N = torch.cat([path[r.positions - 1] for path, r in zip(tree.paths, rows, strict=True)])
+    else:
+        width = max(r.length for r in rows)
+        ids_RT = torch.zeros(len(rows), width, dtype=torch.int64)
+        for i, r in enumerate(rows):
+            ids_RT[i, : r.length] = r.ids(data)
+        at_N = torch.cat([i * width + r.positions - 1 for i, r in enumerate(rows)])
     from_N = torch.cat([r.start + r.positions for r in rows])
     counts_R = torch.tensor([len(r.positions) for r in rows])
     advantages_R = torch.tensor([r.trajectory.advantage for r in rows], dtype=torch.float32)
@@ -133,14 +172,18 @@ def _micro_batch(data: MicroStepData, rows: list[_Row], device: torch.device) ->
         versions_N=data.versions_S[from_N].to(device),
         advantages_N=advantages_R.repeat_interleave(counts_R).to(device),
         execution_trainable_N=trainable_R.repeat_interleave(counts_R).to(device),
+        sequences_N=torch.arange(len(rows)).repeat_interleave(counts_R).to(device),
         learns=bool((advantages_R != 0).any()),
+        tree=None if tree is None else tree.to(device),
     )
 
 
 class Policy:
-    """A causal model, and the directory of its tokenizer. `model` is the Hugging Face model, in evaluation mode."""
+    """A causal model, and the directory of its tokenizer. `model` is the Hugging Face model, in evaluation mode; `tree`: it takes packed trees."""
 
-    def __init__(self, model: Any, source: Path, temperature: float, logits_at_once: int = _LOGITS_AT_ONCE, *, check: bool = True) -> None:
+    def __init__(
+        self, model: Any, source: Path, temperature: float, logits_at_once: int = _LOGITS_AT_ONCE, *, check: bool = True, tree: bool = False
+    ) -> None:
         self.model = model.eval()
         self.source = source
         self.device: torch.device = next(model.parameters()).device
@@ -150,12 +193,16 @@ class Policy:
         self._rows_at_once = max(1, logits_at_once // int(model.config.get_text_config().vocab_size))
         if check:
             self._check_head()
+        self.tree = tree and (trees.adopt(model, self._body, self.device) if check else True)
+        if tree and not check:
+            trees.install(model)
 
     @classmethod
-    def load(cls, path: Path, config: Model, temperature: float) -> Policy:
+    def load(cls, path: Path, config: Model, temperature: float, *, tree: bool = False) -> Policy:
         """Load a model directory. Raises `UsageError` for a directory or device that cannot be used.
 
         Its `source`, whose tokenizer goes into checkpoints, is `config.path` if there is one: a checkpoint it was loaded from may be pruned.
+        `tree`: have it take packed trees, if it can.
         """
         from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
@@ -171,7 +218,7 @@ class Policy:
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:
             first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
             raise UsageError("run.toml", f"{path} cannot be loaded ({first})", "give a complete Hugging Face causal model", "model.path") from e
-        return cls(model.to(device_of(config.device)), Path(config.path) if config.path else path, temperature)
+        return cls(model.to(device_of(config.device)), Path(config.path) if config.path else path, temperature, tree=tree)
 
     @torch.no_grad()
     def _check_head(self) -> None:
@@ -190,7 +237,8 @@ class Policy:
 
     def token_stats(self, batch: MicroBatch) -> TokenStats:
         """Log-prob and entropy of each trainable token of a micro-batch."""
-        hidden_RTD = self._body(input_ids=batch.ids_RT, use_cache=False).last_hidden_state
+        tree = {} if batch.tree is None else {"position_ids": batch.tree.depth_T[None], trees.NAME: batch.tree}
+        hidden_RTD = self._body(input_ids=batch.ids_RT, use_cache=False, **tree).last_hidden_state
         hidden_ND = hidden_RTD.flatten(0, 1)[batch.at_N]
         size = self._rows_at_once
         if len(batch.at_N) <= size:
@@ -209,6 +257,11 @@ class Policy:
         with torch.no_grad():
             entropy_C = -(all_logprobs_CV.exp() * all_logprobs_CV).nan_to_num(0.0).sum(-1)
         return all_logprobs_CV.gather(-1, targets_C[:, None])[:, 0], entropy_C
+
+
+def takes_trees(config: Config) -> bool:
+    """Can a run have executions with several trajectories, to be packed as trees?"""
+    return config.train.prefix_tree and config.trajectory.max_per_execution > 1
 
 
 def device_of(name: str) -> torch.device:

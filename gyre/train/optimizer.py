@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from gyre.config import Train
-from gyre.errors import UsageError, WorkFailed
+from gyre.errors import WorkFailed
 from gyre.train.metrics import Tally, detached
 from gyre.train.model import MicroBatch, MicroStepData, Policy, TokenStats, micro_batches
-from gyre.train.objective import OBJECTIVES, numerator
+from gyre.train.objective import OBJECTIVES, TokenLoss, Tokens, divisor, numerator, region
 from gyre.train.protocols import Update
 from gyre.types import TensorSpec, Version
 from gyre.weights.snapshot import Allocate, Snapshot, install, model_tensors, pack, unpack
@@ -51,8 +51,7 @@ class Learner:
     publish_s = 0.0  # a publication takes at least so long
 
     def __init__(self, policy: Policy, train: Train, total_steps: int) -> None:
-        if train.ratio_low >= train.ratio_high:
-            raise UsageError("train.ratio_low", f"{train.ratio_low} is not below train.ratio_high = {train.ratio_high}", "lower it")
+        self._region = region(train)
         self.policy = policy
         self.tally = Tally()
         self._train = train
@@ -120,7 +119,7 @@ class Learner:
 
     def accumulate(self, data: MicroStepData, version: int) -> None:
         """Add a micro-step's gradient of the objective's numerator. `version` is that of the weights."""
-        for batch in micro_batches(data, self._train.micro_step_tokens, self.policy.device):
+        for batch in micro_batches(data, self._train.micro_step_tokens, self.policy.device, tree=self.policy.tree):
             self._accumulate(batch, version)
 
     def _accumulate(self, batch: MicroBatch, version: int, *, counted: bool = True) -> None:
@@ -128,8 +127,10 @@ class Learner:
             raise WorkFailed("a trainable token came without the log-prob it was sampled with")
         with torch.set_grad_enabled(batch.learns):
             stats = self._token_stats(batch)
-            losses = self._objective(stats.logprobs_N, batch.old_logprobs_N, batch.advantages_N, self._train.ratio_low, self._train.ratio_high)
-            total = numerator(losses.loss_N, batch.execution_trainable_N)
+            kept_N = self._young(batch, version)
+            tokens = Tokens(*(x[kept_N] for x in (stats.logprobs_N, batch.old_logprobs_N, batch.advantages_N, batch.sequences_N)))
+            losses: TokenLoss = self._objective.loss(tokens, *self._region)
+            total = numerator(losses.loss_N, batch.execution_trainable_N[kept_N], self._objective.denominator)
         if batch.learns:
             total.backward()  # type: ignore[no-untyped-call]
         if not counted:
@@ -144,18 +145,24 @@ class Learner:
             version=version,
         )
 
+    def _young(self, batch: MicroBatch, version: int) -> Tensor | slice:
+        """Which tokens may bear loss: those not older than the cap, if there is one. The others stay in every denominator."""
+        lag = self._train.max_version_lag
+        return version - batch.versions_N <= lag if lag else slice(None)
+
     @torch.no_grad()
     def update(self, step: int, executions: int, trainable: int | None = None) -> Update:
         """Divide the sums of all cells, clip, AdamW; then forget the gradient. The tally stays until `zero`.
 
-        `trainable`: trainable tokens of the whole step, default those of this cell.
+        `executions`, `trainable`: graded executions and trainable tokens of the whole step, the latter by default those of this cell.
         """
         lr = learning_rate(self._train, step, self.total_steps)
-        if executions == 0 or (self.tally.trainable if trainable is None else trainable) == 0:
+        trainable = self.tally.trainable if trainable is None else trainable
+        if executions == 0 or trainable == 0:
             return Update(False, None, lr)
         sums = self.sums if self.totals is None else self.totals
         for s in sums:
-            s.div_(executions)
+            s.div_(divisor(self._train, executions, trainable))
         norm = self._norm(sums)
         if not math.isfinite(norm):
             return Update(False, None, lr)

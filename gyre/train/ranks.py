@@ -34,7 +34,7 @@ from gyre.config import Config
 from gyre.errors import WorkFailed
 from gyre.train.group import open_store
 from gyre.train.metrics import Tally
-from gyre.train.model import MicroStepData, Policy
+from gyre.train.model import MicroStepData, Policy, takes_trees
 from gyre.train.processes import EXIT_BEREFT, Followers, Ranks, join, lead
 from gyre.train.protocols import CollectiveFailed, Compute, Group, Update
 from gyre.train.shards import Shards
@@ -170,7 +170,7 @@ class RankedLearner:
             group = self._group = lead(config, self._followers)
             threading.Thread(target=self._beat, name="pulse", daemon=True).start()
             host = msgspec.structs.replace(config.model, device="cpu")
-            loaded = Policy.load(source, host, config.rollout.temperature)
+            loaded = Policy.load(source, host, config.rollout.temperature, tree=takes_trees(config))
             build = Build(config, str(source), total_steps)
             with self._lock, self._translated():
                 group.send(msgspec.msgpack.encode(build))

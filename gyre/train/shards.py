@@ -17,6 +17,7 @@ Shapes: N trainable tokens, R rows, T padded length.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -69,7 +70,10 @@ class Shards(Learner):
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         scorer = _shard(source, self._dtype, mesh)
         dist.monitored_barrier(control, timedelta(seconds=config.run.start_timeout_s))  # imports and disks differ; from here on they keep step
-        scorer.policy = Policy(scorer.model, Path(config.model.path) if config.model.path else source, config.rollout.temperature, check=False)
+        found = torch.tensor([int(loaded is not None and loaded.tree)])
+        dist.all_reduce(found, dist.ReduceOp.MAX, control)
+        path = Path(config.model.path) if config.model.path else source
+        scorer.policy = Policy(scorer.model, path, config.rollout.temperature, check=False, tree=bool(found))
         self._asleep: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         self._skeleton: Any = None
         tensors: dict[str, Tensor] | None = None
@@ -102,7 +106,7 @@ class Shards(Learner):
     def accumulate(self, data: MicroStepData, version: int) -> None:
         """Add a micro-step's gradient; `data` is the whole of it, on every rank."""
         share = divide(data, self.size)[self.rank]
-        batches = list(micro_batches(share, self._train.micro_step_tokens, self.policy.device))
+        batches = list(micro_batches(share, self._train.micro_step_tokens, self.policy.device, tree=self.policy.tree))
         learning, looking = [b for b in batches if b.learns], [b for b in batches if not b.learns]
         passes = torch.tensor([len(learning), len(looking)])
         dist.all_reduce(passes, dist.ReduceOp.MAX, self._control)
@@ -121,16 +125,18 @@ class Shards(Learner):
         """Add all ranks' tallies of a micro-step to each rank's."""
         now, before = part.all_versions, part.current_version
         sums = torch.tensor(
-            [part.trainable, part.loss_numerator, part.entropy, part.outside, now.tokens, now.total, before.tokens, before.total], dtype=torch.float64
+            [part.trainable, part.loss_numerator, part.entropy, part.outside, part.too_old, now.tokens, now.total, before.tokens, before.total],
+            dtype=torch.float64,
         )
         largest = torch.tensor([now.largest, before.largest], dtype=torch.float64)
         dist.all_reduce(sums, dist.ReduceOp.SUM, self._control)
         dist.all_reduce(largest, dist.ReduceOp.MAX, self._control)
-        trainable, loss, entropy, outside, *differences = sums.tolist()
+        trainable, loss, entropy, outside, too_old, *differences = sums.tolist()
         self.tally.trainable += int(trainable)
         self.tally.loss_numerator += loss
         self.tally.entropy += entropy
         self.tally.outside += int(outside)
+        self.tally.too_old += int(too_old)
         for i, difference in enumerate((self.tally.all_versions, self.tally.current_version)):
             difference.tokens += int(differences[2 * i])
             difference.total += differences[2 * i + 1]
@@ -247,12 +253,15 @@ class Shards(Learner):
 
 
 def divide(data: MicroStepData, ranks: int) -> list[MicroStepData]:
-    """Share a micro-step's trajectories among ranks, evenly by work: the heaviest first, each to the rank that has least. Some may get none."""
-    weights = [t.n_tokens * (_BACKWARD if t.advantage else 1) for t in data.trajectories]
-    loads, owner = [0] * ranks, [0] * len(weights)
-    for i in sorted(range(len(weights)), key=lambda i: -weights[i]):
-        owner[i] = loads.index(min(loads))
-        loads[owner[i]] += weights[i]
+    """Share a micro-step's executions among ranks, evenly by work: the heaviest first, each to the rank that has least. Some may get none."""
+    weights: Counter[str] = Counter()
+    for t in data.trajectories:
+        weights[t.rollout_id] += t.n_tokens * (_BACKWARD if t.advantage else 1)
+    loads, owners = [0] * ranks, dict.fromkeys(weights, 0)
+    for execution in sorted(weights, key=lambda e: -weights[e]):
+        owners[execution] = loads.index(min(loads))
+        loads[owners[execution]] += weights[execution]
+    owner = [owners[t.rollout_id] for t in data.trajectories]
     owner_S = torch.tensor(owner, dtype=torch.int64).repeat_interleave(torch.tensor([t.n_tokens for t in data.trajectories], dtype=torch.int64))
     return [
         MicroStepData(
@@ -266,7 +275,7 @@ def divide(data: MicroStepData, ranks: int) -> list[MicroStepData]:
 def _nothing(device: torch.device, learns: bool) -> MicroBatch:
     """A row whose loss and gradient are 0."""
     zero_N = torch.zeros(1, dtype=torch.int64, device=device)
-    return MicroBatch(zero_N.new_zeros(1, 2), zero_N, zero_N, zero_N.float(), zero_N, zero_N.float(), zero_N.float() + 1, learns)
+    return MicroBatch(zero_N.new_zeros(1, 2), zero_N, zero_N, zero_N.float(), zero_N, zero_N.float(), zero_N.float() + 1, zero_N, learns)
 
 
 def _shard(source: Path, dtype: torch.dtype, mesh: DeviceMesh) -> Any:

@@ -31,7 +31,7 @@ from gyre.train.group import TorchCollective, host_of
 from gyre.train.ledger import Ledger
 from gyre.train.loop import Loop
 from gyre.train.metrics import Board
-from gyre.train.model import Policy
+from gyre.train.model import Policy, takes_trees
 from gyre.train.optimizer import Learner
 from gyre.train.orders import Orders
 from gyre.train.peers import Peers
@@ -347,7 +347,7 @@ def _learner(config: Config, found: checkpoint.Checkpoint | None) -> Learner | R
 
         learner = RankedLearner(config, source, config.train.steps)
     else:
-        learner = Learner(Policy.load(source, config.model, config.rollout.temperature), config.train, config.train.steps)
+        learner = Learner(Policy.load(source, config.model, config.rollout.temperature, tree=takes_trees(config)), config.train, config.train.steps)
     if found:
         checkpoint.restore(learner, found)
         log.info("resumed from %s", found.path)

@@ -48,6 +48,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
     n_tokens: int
     n_trainable: int
     leaf_class: str = ""
+    n_own: int = -1  # tokens that no trajectory before it in its execution has; -1: all
 
 
 class Row(msgspec.Struct):
@@ -82,6 +83,7 @@ class MetaRow(Row):
     checkpoint_path: str = ""
     voided: list[str] = []
     discards: dict[str, int] = {}  # groups discarded since the last commit, by reason
+    uniform_in_a_row: int = 0  # groups dropped for equal rewards since one was ready, or a step closed
 
 
 class QueryRow(Row):

@@ -292,6 +292,7 @@ def run_simulation() -> Callable[[int], World]:
             run__max_infra_failures=1000,
             tasks__eval_every=rng.choice([0, 1, 2]),
             tasks__epochs=rng.choice([0, 1, 2]),
+            train__drop_uniform=seed % 5 == 4,
         )
         return simulate(seed, cfg, tasks(rng.choice([3, 6, 20]), rng.choice([0, 3])), faults=seed % 3 > 0)
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from gyre.errors import UsageError
-from gyre.types import ENDINGS, Ending, Purpose, RolloutState, Training, Version
+from gyre.types import ENDINGS, Ending, GraphNode, LeafClass, Purpose, RolloutState, Training, TrajectoryMeta, Version
 from gyre.wire import messages as w
 from gyre.wire.rows import GroupState
 
@@ -310,6 +310,61 @@ def test_endless_substitution_ends_the_run(world):
     while leased := wd.lease(1):
         discard(wd, leased[0])
     assert wd.machine.failure == "6 groups in a row were discarded, the last for overall_timeout"
+
+
+def test_trajectories_of_an_execution_are_packed_as_their_tree(world):
+    """Nodes of 50, 20, 30 and 40 tokens: paths 0-1, 0-2 and 0-2-3 are 270 tokens as rows and 140 as a tree, which fit into 150 together."""
+    wd = start(world, system__rollouts_per_group=1, train__micro_step_tokens=150)
+    nodes = [GraphNode(-1, 50), GraphNode(0, 20, "a"), GraphNode(0, 30, "b"), GraphNode(2, 40, "c")]
+    paths = [([0, 1], [1], 70, 20), ([0, 2], [2], 80, 30), ([0, 2, 3], [3], 120, 40)]
+    for t in wd.lease(2):
+        metas = [TrajectoryMeta(i, LeafClass.MAIN, *path) for i, path in enumerate(paths)]
+        wd.one(
+            w.RolloutEnded(id=wd.id(), rollout_id=t.rollout_id, epoch=t.epoch, ending=Ending.FINISHED, reward=1.0, nodes=nodes, trajectories=metas)
+        )
+    assert [i.n_own for i in wd.machine.state.rollouts["g000000.0"].items] == [70, 30, 40]
+    assert [len(wd.claim(1).trajectories) for _ in range(2)] == [3, 3]
+    rows = start(world, system__rollouts_per_group=1, train__micro_step_tokens=150, train__prefix_tree=False)
+    for t in rows.lease(2):
+        rows.end(t, sizes=((70, 20), (80, 30), (120, 40)))
+    assert [len(rows.claim(1).trajectories) for _ in range(4)] == [2, 1, 2, 1]
+
+
+def test_groups_of_equal_rewards_are_dropped_like_a_discard(world):
+    wd = start(world, train__drop_uniform=True)
+    tickets = wd.lease(4)
+    for t, reward in zip(tickets, [1.0, 1.0, 1.0, 0.0], strict=True):
+        wd.end(t, reward)
+    manifest = wd.train(1)
+    assert (manifest.stats.groups, manifest.stats.executions, manifest.stats.discarded_groups) == (1, 2, 1)
+    assert wd.events("step_closed")[0]["discarded_by_reason"] == {"uniform_rewards": 1}
+    (dropped,) = [g for g in wd.machine.state.groups.values() if g.state == "discarded"]
+    assert (dropped.reason, dropped.uniform, dropped.reward_mean) == ("uniform_rewards", True, 1.0)
+
+
+@pytest.mark.parametrize("dispatch", ["boundary", "continuous"])
+@pytest.mark.parametrize("on_discard", ["shrink", "replace"])
+@pytest.mark.parametrize("epochs", [0, 2])
+def test_equal_rewards_for_ever_stall_no_burst_and_end_no_run(world, dispatch, on_discard, epochs):
+    wd = start(
+        world, system__dispatch=dispatch, system__on_discard=on_discard, system__steps_per_burst=2, system__target_staleness=2.0,
+        train__drop_uniform=True, train__steps=6, tasks__epochs=epochs, run__max_infra_failures=3,
+    )  # fmt: skip
+    last = wd.machine.counters().total_steps
+    for step in range(1, last + 1):
+        for _ in range(100):
+            got = wd.claim(step)
+            if isinstance(got, w.NothingToClaim) and got.drained:
+                break
+            for t in wd.lease(1):
+                wd.end(t, 1.0)
+        else:
+            raise AssertionError(f"step {step} stalls: {wd.machine.waits(wd.clock())}")
+        wd.commit(step, wd.seal(step).hash)
+        if step % 2 == 0 or step == last:
+            wd.publish(step)
+    assert wd.machine.finished and not wd.machine.failure
+    assert wd.events("group_discarded")[0]["reason"] == "uniform_rewards"
 
 
 @pytest.mark.parametrize("mu", [1, 2, 3])

@@ -84,12 +84,14 @@ def test_golden_advantages():
     assert advantages([1.0, 0.0], "grpo") == [1.0, -1.0]
     assert advantages([5.0, 5.0, 5.0], "mean") == advantages([0.1, 0.1, 0.1], "grpo") == [0.0, 0.0, 0.0]
     assert advantages([0.0, 0.0, 0.0, 4.0], "grpo") == pytest.approx([-1 / math.sqrt(3)] * 3 + [math.sqrt(3)])
+    assert advantages([1.0, 0.0, 0.0], "rloo") == pytest.approx([1.0, -0.5, -0.5])
     assert advantages([], "mean") == [] and uniform([])
+    assert advantages([3.0], "rloo") == [0.0]
     with pytest.raises(ValueError, match="finite"):
         advantages([1.0, math.nan], "mean")
 
 
-@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=16), st.sampled_from(["mean", "grpo"]))
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=16), st.sampled_from(["mean", "grpo", "rloo"]))
 def test_advantages_sum_to_zero(rewards, rule):
     scale = max(1.0, *(abs(a) for a in advantages(rewards, rule)))
     assert math.fsum(advantages(rewards, rule)) == pytest.approx(0.0, abs=1e-6 * scale)
@@ -118,6 +120,18 @@ def test_packing_in_pieces_is_packing_at_once(sizes, budget, cuts):
     assert (packs + more, rest) == pack(all_items, budget, True)
     assert [i for p in packs + more for i in p] == all_items
     assert all(sum(i.n_tokens for i in p) <= budget or len(p) == 1 for p in packs + more)
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 20)), min_size=1, max_size=5), max_size=12), st.integers(1, 120))
+def test_executions_are_packed_whole_and_what_they_share_counts_once(sizes, budget):
+    pending = [
+        Item(f"r{r}", i, n + shared if i else n, 1, "", n) for r, trajectories in enumerate(sizes) for i, (n, shared) in enumerate(trajectories)
+    ]
+    packs, rest = pack(pending, budget, True, whole=True)
+    assert [i for p in packs for i in p] == pending and rest == []
+    executions = [{i.rollout_id for i in p} for p in packs]
+    assert sum(map(len, executions)) == len(sizes)
+    assert all(sum(i.n_own for i in p) <= budget or len(e) == 1 for p, e in zip(packs, executions, strict=True))
 
 
 def test_each_epoch_is_its_own_permutation():

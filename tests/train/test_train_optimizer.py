@@ -14,6 +14,7 @@ from gyre.config import Model, Train
 from gyre.errors import UsageError, WorkFailed
 from gyre.train.metrics import Tally, merged, step_metrics
 from gyre.train.model import Policy, micro_batches
+from gyre.train.objective import OBJECTIVES
 from gyre.train.optimizer import Learner, learning_rate
 from gyre.types import Version
 from gyre.wire.messages import StepStats
@@ -78,7 +79,7 @@ def test_batches_are_bounded_and_lose_nothing(micro_step: MakeMicroStep) -> None
     assert [b.learns for b in batches].count(False) == 1  # the row without advantage is alone
 
 
-@pytest.mark.parametrize("objective", ["dis", "grpo"])
+@pytest.mark.parametrize("objective", ["dis", "grpo", "dapo", "dr_grpo", "cispo", "tis"])
 def test_split_of_an_execution_changes_no_gradient(tiny_model: Path, micro_step: MakeMicroStep, objective: str) -> None:
     """pains 17: execution A as one trajectory of 6 trainable tokens, or as k = 2 and 3 that share its path; B stays."""
     ids, mask, advantage, n, _, version = row(1, 12, 6, 0.5)
@@ -91,6 +92,50 @@ def test_split_of_an_execution_changes_no_gradient(tiny_model: Path, micro_step:
     whole = gradient(tiny_model, micro_step((ids, mask, advantage, n, None, version), other), executions=2, objective=objective)
     for cuts in ([range(4), range(4, 6)], [range(1), range(1, 3), range(3, 6)]):
         same(whole, gradient(tiny_model, micro_step(*map(part, cuts), other), executions=2, objective=objective))
+
+
+def test_a_sequence_level_ratio_is_the_exception(tiny_model: Path, micro_step: MakeMicroStep) -> None:
+    """Under gspo the halves of an execution have ratios of their own, and the gradient says so."""
+    ids, mask, advantage, n, _, version = row(1, 12, 6, 0.5)
+    whole = gradient(tiny_model, micro_step((ids, mask, advantage, n, None, version)), executions=1, objective="gspo")
+    halves = [(ids[:9], mask[:9], advantage, n, None, version), (ids, [0] * 9 + mask[9:], advantage, n, None, version)]
+    split = gradient(tiny_model, micro_step(*halves), executions=1, objective="gspo")
+    assert any(not torch.allclose(whole[k], split[k], rtol=1e-2) for k in whole)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_update_is_the_same_whoever_adds(tiny_model: Path, micro_step: MakeMicroStep, objective: str) -> None:
+    """One cell alone, or two that share the micro-steps unevenly and sum: the core divides once, by the whole step's counts."""
+    rows = [row(i, 6 + i, 2 + i % 3, (-1.0) ** i) for i in range(5)]
+    alone, core, satellite = (learner(tiny_model, objective=objective, clip_norm=0.0) for _ in range(3))
+    alone.accumulate(micro_step(*rows), 0)
+    core.accumulate(micro_step(*rows[3:]), 0)
+    satellite.accumulate(micro_step(*rows[:3]), 0)
+    core.totals = [a + b for a, b in zip(core.sums, satellite.sums, strict=True)]
+    raw_norm = float(torch.linalg.vector_norm(torch.cat([s.flatten() for s in core.totals])))
+    trainable = merged([core.tally, satellite.tally]).trainable
+    assert trainable == alone.tally.trainable == 14
+    norms = [alone.update(1, 7).grad_norm, core.update(1, 7, trainable).grad_norm]  # two more executions had no trainable token
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4) and norms[0] > 1e-4
+    raw = {"executions": 7, "tokens": 14, "constant": 7 * Train().constant_tokens}[OBJECTIVES[objective].denominator]
+    assert norms[0] * raw == pytest.approx(raw_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("objective", ["dis", "gspo"])
+def test_tokens_beyond_the_version_cap_bear_no_loss_and_are_counted(tiny_model: Path, micro_step: MakeMicroStep, objective: str) -> None:
+    """Of a trajectory sampled at versions 3, 3, 5, 6 under weights of 8: with a lag of 3 the first two are left out, and stay in the denominator."""
+    ids, mask, advantage, n, _, _ = row(1, 10, 4, 1.0)
+    data = micro_step((ids, mask, advantage, n, None, 5), row(2, 8, 3, -1.0, version=8))
+    data.versions_S[6:10] = torch.tensor([3, 3, 5, 6])
+    capped = learner(tiny_model, objective=objective, max_version_lag=3)
+    capped.accumulate(data, 8)
+    assert (capped.tally.too_old, capped.tally.trainable) == (2, 7)
+    assert Tally.of(capped.tally.numbers()) == capped.tally
+    masked = micro_step((ids, [0] * 8 + mask[8:], advantage, n, None, 5), row(2, 8, 3, -1.0, version=8))
+    other = learner(tiny_model, objective=objective)
+    other.accumulate(masked, 8)
+    same(divided(capped, 2), divided(other, 2))
+    assert step_metrics(capped.tally, stats_of(2), updated=True, grad_norm=1.0, lr=0.1, seconds={})["too_old_tokens"] == 2.0
 
 
 def test_one_or_many_micro_steps(tiny_model: Path, micro_step: MakeMicroStep) -> None:

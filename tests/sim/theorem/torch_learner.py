@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gyre.config import Train
 from gyre.train.model import MicroStepData, Policy
+from gyre.train.objective import region
 from gyre.train.optimizer import Learner
 from gyre.train.protocols import Update
 from theorem.chronicle import Vector
@@ -119,6 +120,7 @@ class Alone:
         model, moments = copy.deepcopy(state)
         model.zero_grad()
         loss = torch.zeros(())
+        low, high = region(self._train)
         for group in groups:
             for e, advantage in zip(group, advantages(group), strict=True):
                 trainable = sum(sum(b.trainable) for b in e.branches)
@@ -128,7 +130,7 @@ class Alone:
                         if b.trainable[t]:
                             new = logprobs[t - 1, b.tokens[t]]
                             ratio = float(torch.exp(new.detach() - torch.tensor(b.logprobs[t])))
-                            if self._train.ratio_low < ratio < self._train.ratio_high:
+                            if low < ratio < high:
                                 loss = loss - ratio * advantage * new / trainable
         graded = sum(len(g) for g in groups)
         if graded and loss.requires_grad:
