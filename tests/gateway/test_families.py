@@ -1,5 +1,5 @@
-"""Each family of models, with arbitrary conversations: calls are read as the template writes them, bridges are what it would have written, and whatever
-is sampled, in any protocol, is trained as it was sampled."""
+"""Each family of models, with arbitrary conversations: calls are read as the template writes them, bridges are what it would have written, and
+whatever is sampled, in any protocol, is trained as it was sampled."""
 
 from __future__ import annotations
 
@@ -173,10 +173,10 @@ def test_whatever_is_sampled_is_trained_as_it_was_sampled(families: dict[str, Re
     tokenizer = renderer.template.tokenizer
     call = written(renderer, [{"role": "user", "content": "go"}], reply_of(renderer, "", "", [{"cmd": "ls"}]))
     any_id = st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), min_size=1, max_size=12)
-    pieces = st.one_of(
-        any_id, st.sampled_from([call, "<think>", "</think>", "\n\n", "<tool_call>", '{"name":']).map(lambda t: tokenizer.encode(t).ids)
-    )
-    completions = data.draw(st.lists(st.lists(pieces, min_size=1, max_size=3).map(lambda p: sum(p, [])), min_size=2, max_size=4))
+    marks = st.sampled_from([call, "<think>", "</think>", "\n\n", "<tool_call>", '{"name":'])
+    piece = st.one_of(any_id, marks.map(lambda t: tokenizer.encode(t).ids))
+    completion = st.lists(piece, min_size=1, max_size=3).map(lambda pieces: [i for ids in pieces for i in ids])
+    completions = data.draw(st.lists(completion, min_size=2, max_size=4))
     ends = data.draw(st.booleans())
     saying = iter(completions)
 
@@ -196,7 +196,6 @@ def test_whatever_is_sampled_is_trained_as_it_was_sampled(families: dict[str, Re
                 harness.user(f"more {n}")
 
     outcome, jobs = run(renderer, says, talk)
-    flats = [flatten(outcome.graph.nodes, t, outcome.graph.arrays()) for t in outcome.trajectories]
     borne = {f"c{i + 1}": [0] * len(ids) for i, (_, ids) in enumerate(jobs)}
     for t in outcome.trajectories:
         flat = flatten(outcome.graph.nodes, t, outcome.graph.arrays())
