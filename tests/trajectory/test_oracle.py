@@ -40,8 +40,8 @@ class Token:
 
 
 class Tree:
-    """All calls of an execution, a token at a time. Prompts share what they can; a prompt that could share with several completions that begin alike is not
-    made: which of them is the graph's choice."""
+    """All calls of an execution, a token at a time. Prompts share what they can; a prompt that could share with several completions that begin alike
+    is not made: which of them is the graph's choice."""
 
     def __init__(self) -> None:
         self.root = Token(None, -1, None)
