@@ -1,10 +1,20 @@
-"""Harnesses of the three protocols as plain bytes: what they send, and how they take a reply into their history. `clients` are the official ones."""
+"""Harnesses of the three protocols as plain bytes: what they send, and how they take a reply into their history. `clients` are the official ones.
+
+`Stepped` stands where the router does, for tests of a session alone.
+"""
 
 from __future__ import annotations
 
 import json
+import time
+from array import array
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from gyre.sandbox.gateway.render import Renderer
+from gyre.sandbox.gateway.route import Completion, Job
+from gyre.sandbox.gateway.session import Limits, Session
+from gyre.types import Purpose, Sampling, Ticket, Version
 
 SYSTEM = "You are a coding agent."
 SCHEMA = {"type": "object", "properties": {"cmd": {"type": "string"}}}
@@ -136,3 +146,22 @@ class Messages:
 
 
 AGENTS = (Chat, Responses, Messages)
+
+
+class Stepped:
+    """Says what it was given, and notes the prompts."""
+
+    def __init__(self, says: Callable[[Job], array[int]]) -> None:
+        self.says = says
+        self.jobs: list[tuple[array[int], array[int]]] = []
+
+    async def generate(self, job: Job) -> Completion:
+        ids = self.says(job)
+        self.jobs.append((job.prompt, ids))
+        return Completion(ids, array("f", [-0.5] * len(ids)), array("i", [0] * len(ids)), "stop", ["c"])
+
+
+def open_session(renderer: Renderer, router: Any, max_tokens: int = 4096) -> Session:
+    """A session without limits that matter."""
+    ticket = Ticket("q/0/0", 0, "q/0", "q", 0, "/task", Purpose.TRAIN, Version(1, 0), 7, 30.0)
+    return Session(ticket, renderer, router, Limits(Sampling(max_tokens=max_tokens), 1 << 21, 1000, 100, time.monotonic() + 600))

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from array import array
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from agents import AGENTS, Messages
+from agents import AGENTS, Messages, Stepped, open_session
 from families import FAMILIES, make_family
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,12 +21,10 @@ from gyre.sandbox.gateway.parse import Format, Reasoning, parse
 from gyre.sandbox.gateway.protocol import Ask
 from gyre.sandbox.gateway.render import Renderer
 from gyre.sandbox.gateway.responses import Responses
-from gyre.sandbox.gateway.route import Completion, Job
-from gyre.sandbox.gateway.session import Limits, Session
+from gyre.sandbox.gateway.route import Job
+from gyre.sandbox.gateway.session import Session
 from gyre.trajectory.flatten import flatten
-from gyre.types import Purpose, Sampling, Ticket, Version
 
-TICKET = Ticket("q/0/0", 0, "q/0", "q", 0, "/task", Purpose.TRAIN, Version(1, 0), 7, 30.0)
 FOUND = {
     "qwen3": (Format.HERMES, Reasoning.TAGGED), "hermes": (Format.HERMES, Reasoning.NONE), "coder": (Format.XML, Reasoning.NONE),
     "opened": (Format.XML, Reasoning.OPENED), "llama3": (Format.LLAMA, Reasoning.NONE), "other": (Format.HERMES, Reasoning.NONE),
@@ -52,19 +49,6 @@ ARGUMENTS = st.fixed_dictionaries(
 )  # fmt: skip
 
 
-class Stepped:
-    """Stands where the router does: says what it was given, and notes the prompts."""
-
-    def __init__(self, says: Callable[[Job], array[int]]) -> None:
-        self.says = says
-        self.jobs: list[tuple[array[int], array[int]]] = []
-
-    async def generate(self, job: Job) -> Completion:
-        ids = self.says(job)
-        self.jobs.append((job.prompt, ids))
-        return Completion(ids, array("f", [-0.5] * len(ids)), array("i", [0] * len(ids)), "stop", ["c"])
-
-
 @pytest.fixture(scope="session")
 def families(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Renderer]:
     return {name: make_family(make_model, tmp_path_factory.mktemp(name), name) for name in FAMILIES}
@@ -75,8 +59,7 @@ def run(renderer: Renderer, says: Callable[[Job], array[int]], talk: Callable[[S
 
     async def all_of_it() -> Any:
         router = Stepped(says)
-        limits = Limits(Sampling(max_tokens=4096), 1 << 20, 1000, 100, time.monotonic() + 600)
-        session = Session(TICKET, renderer, router, limits)  # type: ignore[arg-type]
+        session = open_session(renderer, router)
         await talk(session, router)
         return await session.close(), router.jobs
 
