@@ -4,7 +4,7 @@ Invariants
 - A request has an answer or an error of its own protocol, whatever was sent.
 - Generation is never streamed from upstream: a stream is written when the call is complete, and kept alive meanwhile. Until the first sign of life
   a failure is an HTTP status; afterwards it is an event in the stream.
-- A body is bounded by what could fit the context, in bytes and in JSON values, before it is decoded: decoding holds up all other rollouts.
+- A body is bounded by what could fit the context, in bytes and in JSON values, before it is decoded; a large one is read aside (`Session.alone`).
 - Every model's name is the policy, unless the run names those that it serves.
 
 The protocols themselves are adapters (`chat`, `responses`, `anthropic`); calls are the session's.
@@ -106,14 +106,14 @@ class Endpoint:
         return turn
 
     async def _count(self, dialect: Dialect, body: bytes) -> Response:
-        turn = self._read(dialect, body)
-        return Response(200, _JSON, dialect.count(await self._guarded(turn, self._session.count)))
+        turn = await self._session.alone(len(body), self._read, dialect, body)
+        return Response(200, _JSON, dialect.count(await self._guarded(turn, self._session.count, len(body))))
 
     async def _call(self, dialect: Dialect, body: bytes) -> Response:
-        turn = self._read(dialect, body)
+        turn = await self._session.alone(len(body), self._read, dialect, body)
         if not turn.ask.stream:
-            return Response(200, _JSON, turn.whole(await self._guarded(turn, self._session.complete)))
-        task: asyncio.Task[Answer] = asyncio.ensure_future(self._guarded(turn, self._session.complete))
+            return Response(200, _JSON, turn.whole(await self._guarded(turn, self._session.complete, len(body))))
+        task: asyncio.Task[Answer] = asyncio.ensure_future(self._guarded(turn, self._session.complete, len(body)))
         try:
             done, _ = await asyncio.wait((task,), timeout=self._keep_alive_s)
         except asyncio.CancelledError:
@@ -136,10 +136,10 @@ class Endpoint:
             task.cancel()
 
     @staticmethod
-    async def _guarded(turn: Turn, work: Callable[[Any], Any]) -> Any:
+    async def _guarded(turn: Turn, work: Callable[[Any, int], Any], n_bytes: int) -> Any:
         """What the session says, its failures as refusals."""
         try:
-            return await work(turn.ask)
+            return await work(turn.ask, n_bytes)
         except ContextFull as e:
             raise Refusal(Fault.CONTEXT_FULL, str(e), e.n_prompt, e.limit) from None
         except (UnsupportedContent, TemplateRefused) as e:

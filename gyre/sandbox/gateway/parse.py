@@ -166,8 +166,7 @@ def _xml_call(text: str, at: int, offered: Offered) -> tuple[dict[str, str] | No
 
 
 def _typed(value: str, schema: Any) -> Any:
-    wanted = schema.get("type") if isinstance(schema, dict) else None
-    kinds = [k for k in (wanted if isinstance(wanted, list) else [wanted]) if isinstance(k, str)]
+    kinds = _kinds(schema)
     if not kinds or "string" in kinds:
         return value
     word = value.strip()
@@ -180,6 +179,18 @@ def _typed(value: str, schema: Any) -> Any:
             return value
     fits = any(isinstance(read, _TYPES.get(k, ())) and not (isinstance(read, bool) and k in ("integer", "number")) for k in kinds)
     return read if fits else value
+
+
+def _kinds(schema: Any) -> list[str]:
+    """The types that a schema allows, be it as one of several schemas."""
+    if not isinstance(schema, dict):
+        return []
+    wanted = schema.get("type")
+    kinds = [k for k in (wanted if isinstance(wanted, list) else [wanted]) if isinstance(k, str)]
+    for among in (schema.get("anyOf"), schema.get("oneOf")):
+        if isinstance(among, list) and not is_deep(among):
+            kinds += [k for inner in among for k in _kinds(inner)]
+    return kinds
 
 
 def _llama(text: str, offered: Offered) -> tuple[str, list[dict[str, str]]]:

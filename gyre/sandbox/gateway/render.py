@@ -19,7 +19,9 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
+from threading import Lock
 from typing import Any, Final, NamedTuple
 
 from gyre.sandbox.gateway.parse import Format, Reasoning
@@ -64,7 +66,7 @@ class Shown(NamedTuple):
 
 
 class Renderer:
-    """One model's way to write conversations. Shared by all rollouts; keeps only caches."""
+    """One model's way to write conversations. Shared by all rollouts; keeps only caches. `aside` is a thread for what would hold up the others."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
@@ -79,6 +81,8 @@ class Renderer:
         self._any_arguments = self._try([_USER, {"role": "assistant", "content": "", "tool_calls": [strange]}, _USER]) != ""
         self._calls_hide_text = self._find_hidden()
         self._shown: OrderedDict[bytes, Shown] = OrderedDict()  # by digest: tools may be large
+        self._lock = Lock()  # of these
+        self.aside = ThreadPoolExecutor(1, "gateway")
 
     def shown(self, tools: Sequence[Any] | None) -> Shown:
         """Tools for `full` and `bridge`."""
@@ -91,9 +95,11 @@ class Renderer:
                 key = _digest(self.template.render([{"role": "user", "content": _REPLY}], guarded, reply_follows=False).encode())
             except TemplateRefused:
                 key = known
-            shown = self._shown[known] = Shown(guarded, key)
-            if len(self._shown) > _CACHED_TOOLS:
-                self._shown.popitem(last=False)
+            shown = Shown(guarded, key)
+            with self._lock:
+                self._shown[known] = shown
+                if len(self._shown) > _CACHED_TOOLS:
+                    self._shown.popitem(last=False)
         return shown
 
     def acceptable(self, messages: Sequence[Message]) -> list[Message]:

@@ -4,7 +4,9 @@ Invariants
 - Every accepted request is in the journal from its start to its end; a call that sampled tokens is in the graph, whatever became of its caller.
 - A caller that goes away aborts its call upstream; the tokens had until then are kept as facts, and never trained.
 - `ending` is set when the gateway itself ends the rollout (turn limit, engine lost); from then on every request is refused.
-- What cannot fit the context is refused before it is tokenised: that would hold up the other rollouts of this process.
+- What cannot fit the context is refused before it is tokenised.
+- One thing at a time looks at the calls, the graph and the memory of a rollout (`alone`). What a large request needs is done in another thread: it
+  holds up its own rollout only.
 - How tokens are drawn is the run's decision. What a request asked for instead is in the journal; only its token limit counts, if it is lower.
 - After `close` nothing is in flight and nothing changes any more.
 
@@ -16,10 +18,10 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from random import Random
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -35,7 +37,10 @@ from gyre.trajectory.select import Origin, classify, select
 from gyre.types import CallRecord, CallStatus, Ending, LeafClass, Sampling, Ticket, TrajectoryMeta
 
 _COUNTED: Final = 4  # how far beyond the context prompts are still counted
+_LARGE: Final = 1 << 17  # bytes of a request: reading and rendering as much takes milliseconds
 _CLOSE_S: Final = 15.0  # more than the router gives an engine to return an aborted request
+
+T = TypeVar("T")
 
 
 class Over(GyreError):
@@ -102,30 +107,41 @@ class Session:
         self._cells: list[str] = []
         self._turns = 0
         self._closed = False
+        self._lock = asyncio.Lock()
         self._in_flight: dict[asyncio.Task[Answer], asyncio.Future[None]] = {}
         self._model_s = 0.0
         self._busy_since = 0.0
 
-    async def complete(self, ask: Ask) -> Answer:
-        """Answer one request. Cancelling it aborts the call.
+    async def alone(self, n_bytes: int, work: Callable[..., T], *args: Any) -> T:
+        """Do `work` for a request of so many bytes while nothing else looks at this rollout's state, which it may change; aside if it is large."""
+        async with self._lock:
+            if n_bytes < _LARGE:
+                return work(*args)
+            aside = asyncio.get_running_loop().run_in_executor(self._renderer.aside, lambda: work(*args))
+            gone: asyncio.CancelledError | None = None
+            while not aside.done():
+                try:
+                    await asyncio.wait((aside,))
+                except asyncio.CancelledError as e:  # the caller is gone: still nobody comes in here before it is done
+                    gone = e
+            if gone is not None:
+                aside.exception()
+                raise gone
+            return aside.result()
+
+    async def complete(self, ask: Ask, n_bytes: int = 0) -> Answer:
+        """Answer one request, of so many bytes. Cancelling it aborts the call.
 
         Raises `Over`, `ContextFull`, `UnsupportedContent`, `TemplateRefused`, or `WorkFailed` when no engine could serve it.
         """
         self._refuse_if_over()
         self._refuse_beyond_context(len(ask.messages))  # a message is a token or more
-        shown = self._renderer.shown(ask.tools)
-        _, _, messages, _, links = self._memory.read(ask.messages, shown.key, self._renderer.acceptable)
-        self._turns += 1
-        if self._turns > self.limits.max_turns:
-            self._end(Ending.TURN_LIMIT, f"{self.limits.max_turns} model calls")
-            self._refuse_if_over()
-        turn = self._turns
-        match = self._matcher.find(links, messages)
         try:
-            rendered = self._render(messages, shown, match, self.limits.context)
-        except TooLong as e:
-            self._refuse_beyond_context(e.n_tokens)
-            raise
+            turn, shown, messages, end, match, rendered = await self.alone(n_bytes, self._read, ask)
+        finally:
+            if self._turns > self.limits.max_turns:
+                self._end(Ending.TURN_LIMIT, f"{self.limits.max_turns} model calls")
+        self._refuse_if_over()
         if match is not None:
             self._adopted.add(match.call_id)
         call = _Call(
@@ -160,21 +176,35 @@ class Session:
             aborted=aborted,
             stop_ids=() if self._renderer.end_id is None else (self._renderer.end_id,),
         )
-        return await self._run(call, job, links[-1])
+        return await self._run(call, job, end)
 
-    async def count(self, ask: Ask) -> int:
+    def _read(self, ask: Ask) -> tuple[int, Shown, list[Message], bytes, Match | None, Rendered]:
+        """What a request is: its number, its tools and messages as they are shown, the end of their chain, the call that it continues, its prompt."""
+        shown = self._renderer.shown(ask.tools)
+        _, _, messages, _, links = self._memory.read(ask.messages, shown.key, self._renderer.acceptable)
+        self._turns += 1
+        match = self._matcher.find(links, messages)
+        try:
+            return self._turns, shown, messages, links[-1], match, self._render(messages, shown, match, self.limits.context)
+        except TooLong as e:
+            self._refuse_beyond_context(e.n_tokens)
+            raise
+
+    async def count(self, ask: Ask, n_bytes: int = 0) -> int:
         """Tokens of the prompt that `complete` would send. It is no call: nothing is recorded. Raises as `complete` does."""
         self._refuse_if_over()
         most = _COUNTED * self.limits.context
         if len(ask.messages) > most:
             raise ContextFull(len(ask.messages), self.limits.context)
-        shown = self._renderer.shown(ask.tools)
-        _, _, messages, _, links = self._memory.read(ask.messages, shown.key, self._renderer.acceptable)
         try:
-            match = self._matcher.find(links, messages)
-            return len(self._render(messages, shown, match, most).ids)
+            return len((await self.alone(n_bytes, self._preview, ask, most)).ids)
         except TooLong as e:
             raise ContextFull(e.n_tokens, self.limits.context) from None
+
+    def _preview(self, ask: Ask, at_most: int) -> Rendered:
+        shown = self._renderer.shown(ask.tools)
+        _, _, messages, _, links = self._memory.read(ask.messages, shown.key, self._renderer.acceptable)
+        return self._render(messages, shown, self._matcher.find(links, messages), at_most)
 
     def recall(self, handle: str) -> str:
         """The reasoning of a recorded call's reply, by the call's id; empty if there is none. Adapters give the id out for harnesses to send back."""
@@ -217,6 +247,11 @@ class Session:
             self._finish(call, CallStatus.ERROR, "error")
             self._end(Ending.ENGINE_LOST, str(e))
             raise
+        async with self._lock:
+            return self._record(call, job, completion, end)
+
+    def _record(self, call: _Call, job: Job, completion: Completion, end: bytes) -> Answer:
+        """Take up what was sampled. Raises `Over` if the caller is gone."""
         call.n_completion = len(completion.token_ids)
         call.cell = completion.cells[-1] if completion.cells else ""
         self._cells.extend(c for c in completion.cells if c not in self._cells)
@@ -304,18 +339,19 @@ class Session:
             _, late = await asyncio.wait(list(self._in_flight), timeout=_CLOSE_S)
             for task in late:
                 task.cancel()
-        return self._outcome()
+        async with self._lock:
+            return self._outcome()
 
     def _outcome(self) -> Outcome:
         graph = self._graph.export()
         origins = {c.call_id: Origin(c.family, c.offered is not None, c.n_completion) for c in self._calls.values()}
         classes = classify(origins)
-        records = [self._record(c, graph, classes[c.call_id]) for c in self._calls.values()]
+        records = [self._row(c, graph, classes[c.call_id]) for c in self._calls.values()]
         trajectories = select(graph.nodes, records, self._adopted, self.limits.max_trajectories, Random(_seed(self.ticket.seed, 0)))
         return Outcome(graph, records, trajectories, list(self._cells), self._model_s)
 
     @staticmethod
-    def _record(call: _Call, graph: Exported, leaf_class: LeafClass) -> CallRecord:
+    def _row(call: _Call, graph: Exported, leaf_class: LeafClass) -> CallRecord:
         placed = graph.calls.get(call.call_id)
         return CallRecord(
             call_id=call.call_id,

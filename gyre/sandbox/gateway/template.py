@@ -6,6 +6,7 @@ Invariants
 - Ids are those of tokenizer.json for that text, nothing added (templates write the special tokens themselves).
 - Only the template writes control tokens. One that stands in a message, a tool or an argument is tokenised as the characters it is spelled with, if
   `guard` was shown the text: what an agent reads in a file cannot end its turn.
+- Several threads may render and encode at once. A long text is tokenised without the interpreter's lock: others go on meanwhile.
 - `strftime_now` tells the moment at which the template was loaded: a date that changes would be another history.
 - What a directory lacks is a `UsageError` that names file, key and remedy.
 
@@ -15,12 +16,14 @@ What to render, and what to splice instead, is decided in `render`.
 from __future__ import annotations
 
 import json
+import os
 import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from threading import Lock
 from typing import Any, Final
 
 import jinja2
@@ -104,6 +107,7 @@ class ChatTemplate:
         self._template = compile_template(source)
         self._variables = dict(variables)
         self._ids: OrderedDict[str, array[int]] = OrderedDict()
+        self._lock = Lock()  # of these
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)
         self._control = _control(tokenizer)
 
@@ -113,6 +117,7 @@ class ChatTemplate:
         file = directory / "tokenizer.json"
         if not file.is_file():
             raise UsageError(str(file), "no such file", "give model.path a Hugging Face model directory with a fast tokenizer")
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads of its own would be lost in a fork
         try:
             tokenizer = Tokenizer.from_file(str(file))
         except Exception as e:  # the library raises bare Exception
@@ -162,19 +167,19 @@ class ChatTemplate:
             raise TooLong(least)
         if len(text) > _CACHED_CHARS:
             return self._encode(text)
-        ids = self._ids.get(text)
-        if ids is None:
-            ids = self._ids[text] = self._encode(text)
+        with self._lock:
+            ids = self._ids.pop(text, None) or self._encode(text)
+            self._ids[text] = ids
             if len(self._ids) > _CACHED_TEXTS:
                 self._ids.popitem(last=False)
-        else:
-            self._ids.move_to_end(text)
         return ids
 
     def _encode(self, text: str) -> array[int]:
+        """By the call that lets go of the interpreter's lock and makes nothing but ids; a single `encode` does neither."""
         ids = array("i")
         for piece in text.split(_CUT) if _CUT in text else (text,):
-            ids.extend(self.tokenizer.encode(piece, add_special_tokens=False).ids)
+            (encoding,) = self.tokenizer.encode_batch_fast([piece], add_special_tokens=False)
+            ids.extend(encoding.ids)
         return ids
 
     def is_control(self, token_id: int) -> bool:
