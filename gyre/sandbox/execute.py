@@ -51,6 +51,7 @@ from gyre.sandbox.grade import grade
 from gyre.sandbox.harness.launch import BASE_URL, launch
 from gyre.sandbox.run_task import printable
 from gyre.sandbox.task import Task, load_task, tighter_s
+from gyre.trajectory.classes import rules_of
 from gyre.types import ENDINGS, Ending, Purpose, Sampling, Ticket
 from gyre.wire.arrays import Array, f32, i32
 from gyre.wire.messages import RolloutEnded
@@ -92,6 +93,7 @@ class Executor:
     def __init__(self, config: Config, backend: Backend, router: Router, renderer: Renderer) -> None:
         self._config, self._backend, self._router, self._renderer = config, backend, router, renderer
         self._launch = launch(config)
+        self._rules = rules_of(self._launch.name, config.trajectory.leaf_rules)
         self._tasks: dict[str, Task] = {}
         self._numbers = itertools.count()
         self._home = _make_home()
@@ -147,7 +149,15 @@ class Executor:
             return Ended(message, {"token_ids": i32(), "logprobs": f32(), "versions": i32()})
         o = agent.outcome
         message = msgspec.structs.replace(
-            message, reward=rewards[0], rewards=rewards[1], nodes=o.graph.nodes, calls=o.calls, trajectories=o.trajectories, cells=o.cells
+            message,
+            reward=rewards[0],
+            rewards=rewards[1],
+            nodes=o.graph.nodes,
+            calls=o.calls,
+            trajectories=o.trajectories,
+            cells=o.cells,
+            left_tokens=o.left_out.tokens,
+            left_leaves=o.left_out.leaves,
         )
         return Ended(message, o.graph.arrays())
 
@@ -269,6 +279,8 @@ class Executor:
             max_turns=self._config.sandbox.max_turns,
             max_trajectories=self._config.trajectory.max_per_execution,
             deadline=deadline,
+            greedy=self._config.trajectory.choice == "greedy",
+            rules=self._rules,
         )
 
     def _spec(self, task: Task, workspace: Workspace, instruction: Path, socket: Path, timeout_s: float) -> Spec:

@@ -3,7 +3,8 @@
     python3 -I -S forward.py [--listen HOST:PORT] [--to SOCKET] [--home DIR] -- COMMAND…
 
 Makes the home directory a copy of DIR, listens on 127.0.0.1:8080, passes every connection on to the model's socket, runs the command, ends with its
-status. When it ends, the sandbox does, so nothing is left behind. It is shown to the sandbox as a file and imports nothing of gyre; the standard library of any Python 3.9 will do.
+status. When it ends, the sandbox does, so nothing is left behind. It is shown to the sandbox as a file and imports nothing of gyre; the standard
+library of any Python 3.9 will do.
 """
 
 import os

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,7 +73,7 @@ class Tap:
 
     async def start(self, path: Path) -> None:
         self.server = await asyncio.start_unix_server(self._serve, path)
-        path.chmod(0o777)
+        os.chmod(path, 0o777)  # noqa: PTH101
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = h11.Connection(h11.SERVER)
@@ -149,9 +150,11 @@ class _Player(Script):
     def __init__(self, renderer: Renderer, say: Say) -> None:
         super().__init__([])
         self._tokenizer, self._end, self._say = renderer.template.tokenizer, renderer.end_id, say
+        self.said: dict[str, str] = {}
 
     def find(self, request: EngineRequest) -> tuple[Line, list[int]]:
         text = self._say(self._tokenizer.decode([int(t) for t in request.prompt_ids], skip_special_tokens=False))
+        self.said[f"c{request.request_id.split('.')[-2]}"] = text
         return Line(text=text), [*self._tokenizer.encode(text).ids, self._end]
 
 
@@ -161,6 +164,7 @@ class Drive(NamedTuple):
     ended: Ended
     requests: list[Request]
     prompts: list[list[int]]  # as the engine saw them
+    said: dict[str, str]  # by call: the text that was sampled
     output: str
     seconds: float
 
@@ -188,7 +192,8 @@ async def _drive(tmp: Path, harness: str, say: Say, fault: Fault, instruction: s
         sandbox=Sandbox(harness=harness, harness_timeout_s=keys.pop("timeout_s", 120.0), max_turns=60),
         trajectory=TrajectoryTable(max_per_execution=keys.pop("j_max", 5), **keys),
     )
-    engine = ScriptedEngine(_Player(renderer, say), eos=frozenset([renderer.end_id or 0]), context=1 << 20, slots=16, queue=64)
+    player = _Player(renderer, say)
+    engine = ScriptedEngine(player, eos=frozenset([renderer.end_id or 0]), context=1 << 20, slots=16, queue=64)
     engine.load(FIRST, [], memoryview(b"")).result(30)
     server = Server.bind(f"ipc://{tmp}/e", ToRollout, kind="rollout", name="cell0", run_id="r")
     desk = Desk(server, "cell0", 1 << 20)
@@ -224,10 +229,12 @@ async def _drive(tmp: Path, harness: str, say: Say, fault: Fault, instruction: s
         engine.close()
         server.close()
     shown = output[0].output.decode(errors="replace") if output else ""
-    return Drive(ended, executor.tap.requests, list(prompts.values()), shown, output[0].seconds if output else 0.0)
+    return Drive(ended, executor.tap.requests, list(prompts.values()), player.said, shown, output[0].seconds if output else 0.0)
 
 
-def drive(tmp: Path, harness: str, say: Say, *, fault: Fault = lambda n, path, body: "", instruction: str = "Write yes to the file answer.", **keys: Any) -> Drive:
+def drive(
+    tmp: Path, harness: str, say: Say, *, fault: Fault = lambda n, path, body: "", instruction: str = "Write yes to the file answer.", **keys: Any
+) -> Drive:
     """Run one harness on a task. `keys`: context, max_tokens, timeout_s, j_max, and keys of [trajectory]."""
     tmp.mkdir(parents=True, exist_ok=True)
     return asyncio.run(asyncio.wait_for(_drive(tmp, harness, say, fault, instruction, keys), 300))

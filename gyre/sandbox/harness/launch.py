@@ -27,9 +27,10 @@ _KEY: Final = "sandbox.harness"
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """How a harness is started. In `argv`, {instruction} is still to be replaced. `label` says in records what was run."""
+    """How a harness is started. In `argv`, {instruction} is still to be replaced. `label` says in records what was run, `name` is the preset's."""
 
     label: str
+    name: str = ""
     argv: Sequence[str]
     tcp: bool
     binds: Sequence[Bind] = ()
@@ -77,6 +78,7 @@ def launch(config: Config) -> Launch:
         "{base_url}": BASE_URL,
         "{model}": config.sandbox.models[0] if config.sandbox.models else POLICY,
         "{context}": str(config.rollout.context),
+        "{quarter}": str(config.rollout.context // 4),
         "{max_tokens}": str(config.rollout.max_tokens),
     }
 
@@ -87,6 +89,7 @@ def launch(config: Config) -> Launch:
 
     return Launch(
         label=f"{used.name} {used.version}",
+        name=used.name,
         argv=[fill(word) for word in used.argv],
         tcp=True,
         binds=binds,

@@ -2,7 +2,7 @@
 
 Words in braces, in arguments, environment and files: {root} is the installed harness as a sandbox sees it, {node} and {python} an interpreter, {arch}
 npm's name of this machine, {instruction} the task's instruction, {base_url} the model (without /v1), {model} its name, {context} and {max_tokens} the
-run's limits. Files are written into the sandbox's home before the harness starts.
+run's limits, {quarter} a quarter of the first. Files are written into the sandbox's home before the harness starts.
 
 Versions are pinned; what the packages depend on is resolved by their registry. Other harnesses need no entry here: `sandbox.harness` takes commands.
 """
@@ -51,6 +51,7 @@ _PI_MODELS: Final = """\
 {"providers": {"gyre": {"baseUrl": "{base_url}/v1", "api": "openai-completions", "apiKey": "gyre", "models":
  [{"id": "{model}", "reasoning": true, "contextWindow": {context}, "maxTokens": {max_tokens}}]}}}
 """
+_PI_SETTINGS: Final = '{"compaction": {"enabled": true, "reserveTokens": {max_tokens}, "keepRecentTokens": {quarter}}}\n'
 _CODEX_CONFIG: Final = """\
 model = "{model}"
 model_provider = "gyre"
@@ -76,9 +77,10 @@ _QWEN_SETTINGS: Final = """\
 
 _ALL: Final = (
     Preset(
-        name="mini", package="mini-swe-agent", version="2.4.6", registry="pypi", protocol="chat", licence="MIT", entry="site/minisweagent/__init__.py",
-        argv=("{python}", "-m", "minisweagent.run.mini", "-y", "--exit-immediately", "-m", "openai/{model}", "-t", "{instruction}", "-o", "/tmp/traj.json",
-              "-c", "mini.yaml", "-c", "model.model_kwargs.api_base={base_url}/v1"),
+        name="mini", package="mini-swe-agent", version="2.4.6", registry="pypi", protocol="chat", licence="MIT",
+        entry="site/minisweagent/__init__.py",
+        argv=("{python}", "-m", "minisweagent.run.mini", "-y", "--exit-immediately", "-m", "openai/{model}", "-t", "{instruction}",
+              "-o", "/tmp/traj.json", "-c", "mini.yaml", "-c", "model.model_kwargs.api_base={base_url}/v1"),
         env={"PYTHONPATH": "{root}/site", "PYTHONDONTWRITEBYTECODE": "1", "MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors",
              "MSWEA_SILENT_STARTUP": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
     ),
@@ -88,7 +90,7 @@ _ALL: Final = (
         argv=("{node}", _MODULES + "/@mariozechner/pi-coding-agent/dist/cli.js", "-p", "--no-session", "--provider", "gyre", "--model", "{model}",
               "{instruction}"),
         env={"PI_OFFLINE": "1", "PI_TELEMETRY": "0"},
-        files={".pi/agent/models.json": _PI_MODELS},
+        files={".pi/agent/models.json": _PI_MODELS, ".pi/agent/settings.json": _PI_SETTINGS},
     ),
     Preset(
         name="opencode", package="opencode-ai", version="1.18.33", registry="npm", protocol="chat", licence="MIT",
