@@ -81,10 +81,10 @@ def told(rules: Sequence[Rule], messages: Sequence[Mapping[str, Any]], tools: It
 def classify(origins: Mapping[str, Origin]) -> dict[str, LeafClass]:
     """A class for each call, in order of arrival.
 
-    What a rule says, holds. Of the other calls, `main` is the family (system prompt and tools) with the most calls; among equals with the most
-    sampled tokens, then the earliest. A family of one call without tools, where the main one has tools, is a side call (a title, say). All others are
-    sub-agents. A call whose reply stands as text in a later request that is no side call is a summary: the main agent's or a sub-agent's, as that
-    request is.
+    What a rule says, holds. Of the other calls, `main` is the first family (system prompt and tools) that has tools and more than one call:
+    sub-agents are started by it, titles have no tools. Where there is none, it is the one with the most calls; among equals with the most sampled
+    tokens, then the earliest. A family of one call without tools, where the main one has tools, is a side call. All others are sub-agents. A call
+    whose reply stands as text in a later request that is no side call is a summary: the main agent's or a sub-agent's, as that request is.
     """
     calls: Counter[bytes] = Counter()
     tokens: Counter[bytes] = Counter()
@@ -95,7 +95,9 @@ def classify(origins: Mapping[str, Origin]) -> dict[str, LeafClass]:
             tokens[origin.family] += origin.n_sampled
             if origin.has_tools:
                 with_tools.add(origin.family)
-    main = max(calls, key=lambda f: (calls[f], tokens[f]), default=None)  # the first of equals: dictionaries keep the order of arrival
+    main = next((f for f in calls if f in with_tools and calls[f] > 1), None) or max(
+        calls, key=lambda f: (calls[f], tokens[f]), default=None
+    )  # the first of equals: dictionaries keep the order of arrival
     classes: dict[str, LeafClass] = {}
     for call_id, origin in origins.items():
         family = origin.family
@@ -107,7 +109,7 @@ def classify(origins: Mapping[str, Origin]) -> dict[str, LeafClass]:
             classes[call_id] = LeafClass.SIDE
         else:
             classes[call_id] = LeafClass.SUB_AGENT
-    for call_id, origin in reversed(origins.items()):  # those quoted by a summary come before it
+    for call_id, origin in reversed(list(origins.items())):  # those quoted by a summary come before it
         quoting = classes.get(origin.quoted_by or "", LeafClass.SIDE)
         if origin.told is None and quoting is not LeafClass.SIDE:
             main_like = quoting in (LeafClass.MAIN, LeafClass.MAIN_SUMMARY)

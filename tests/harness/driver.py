@@ -9,7 +9,8 @@ import asyncio
 import importlib.util
 import json
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,20 +18,22 @@ import h11
 
 from gyre.config import Config, Rollout, Sandbox, TrajectoryTable
 from gyre.net.sockets import Server
-from gyre.rollout.engine import EngineRequest
+from gyre.rollout.engine import EngineRefused, EngineRequest
 from gyre.rollout.scripted import Line, Script, ScriptedEngine
 from gyre.rollout.shell import Desk
-from gyre.sandbox.backends.base import Bind, Spec
+from gyre.sandbox.backends.base import Bind, Exit, Spec
 from gyre.sandbox.backends.choose import choose
 from gyre.sandbox.execute import Ended, Executor
 from gyre.sandbox.gateway.render import Renderer
 from gyre.sandbox.gateway.route import Router
 from gyre.sandbox.gateway.template import ChatTemplate
+from gyre.trajectory.flatten import flatten, offsets
 from gyre.types import CallStatus, Purpose, Ticket, Version
 from gyre.wire.messages import Generate, ToRollout
 
 FIRST = Version(1, 0)
-Say = Callable[[str], str]
+Say = Callable[[str], str | None]
+"""The prompt's text → what is sampled; None: the prompt does not fit."""
 Fault = Callable[[int, str, bytes], str]
 """The number of a request among those that ask for a completion, its path, its body → "" | "500" | "drop"."""
 
@@ -154,6 +157,8 @@ class _Player(Script):
 
     def find(self, request: EngineRequest) -> tuple[Line, list[int]]:
         text = self._say(self._tokenizer.decode([int(t) for t in request.prompt_ids], skip_special_tokens=False))
+        if text is None:
+            raise EngineRefused("context", "so it was recorded")
         self.said[f"c{request.request_id.split('.')[-2]}"] = text
         return Line(text=text), [*self._tokenizer.encode(text).ids, self._end]
 
@@ -192,6 +197,15 @@ async def _drive(tmp: Path, harness: str, say: Say, fault: Fault, instruction: s
         sandbox=Sandbox(harness=harness, harness_timeout_s=keys.pop("timeout_s", 120.0), max_turns=60),
         trajectory=TrajectoryTable(max_per_execution=keys.pop("j_max", 5), **keys),
     )
+    async with scripted(tmp, renderer, say) as (router, prompts, said):
+        ended, requests, output = await _execute(config, router, renderer, task, fault)
+    shown, seconds = (output.output.decode(errors="replace"), output.seconds) if output else ("", 0.0)
+    return Drive(ended, requests, list(prompts.values()), said, shown, seconds)
+
+
+@asynccontextmanager
+async def scripted(tmp: Path, renderer: Renderer, say: Say) -> AsyncIterator[tuple[Router, dict[str, list[int]], dict[str, str]]]:
+    """A router to a scripted engine; the prompts that reach the engine, by request, and what it says, by call."""
     player = _Player(renderer, say)
     engine = ScriptedEngine(player, eos=frozenset([renderer.end_id or 0]), context=1 << 20, slots=16, queue=64)
     engine.load(FIRST, [], memoryview(b"")).result(30)
@@ -207,29 +221,37 @@ async def _drive(tmp: Path, harness: str, say: Say, fault: Fault, instruction: s
 
     serving = asyncio.create_task(server.serve(handle))
     router = Router.connect([server.address], 2.0, 5.0, name="s", incarnation="i", run_id="r", resend_s=1.0)
+    try:
+        yield router, prompts, player.said
+    finally:
+        router.close()
+        serving.cancel()
+        engine.close()
+        server.close()
+
+
+def a_ticket(task: str) -> Ticket:
+    return Ticket("q/0/0", 3, "q/0", "q", 0, task, Purpose.TRAIN, FIRST, 7, 30.0)
+
+
+async def _execute(config: Config, router: Router, renderer: Renderer, task: Path, fault: Fault) -> tuple[Ended, list[Request], Exit | None]:
     backend = choose("bubblewrap", unsafe=False)
     await backend.start()
     executor = _Tapped(config, backend, router, renderer)
     executor.fault = fault  # type: ignore[method-assign]
     try:
-        ticket = Ticket("q/0/0", 3, "q/0", "q", 0, str(task), Purpose.TRAIN, FIRST, 7, 30.0)
         original, output = backend.run, []
 
-        async def run(spec: Spec) -> Any:
-            output.append(ended := await original(spec))
-            return ended
+        async def run(spec: Spec) -> Exit:
+            output.append(exit := await original(spec))
+            return exit
 
         backend.run = run  # type: ignore[method-assign]
-        ended = await executor.execute(ticket, lambda: None)
+        ended = await executor.execute(a_ticket(str(task)), lambda: None)
     finally:
         executor.close()
         await backend.close()
-        router.close()
-        serving.cancel()
-        engine.close()
-        server.close()
-    shown = output[0].output.decode(errors="replace") if output else ""
-    return Drive(ended, executor.tap.requests, list(prompts.values()), player.said, shown, output[0].seconds if output else 0.0)
+    return ended, executor.tap.requests, output[0] if output else None
 
 
 def drive(
@@ -238,3 +260,28 @@ def drive(
     """Run one harness on a task. `keys`: context, max_tokens, timeout_s, j_max, and keys of [trajectory]."""
     tmp.mkdir(parents=True, exist_ok=True)
     return asyncio.run(asyncio.wait_for(_drive(tmp, harness, say, fault, instruction, keys), 300))
+
+
+def check_graph(found: Any, arrays: Mapping[str, Any], prompts: list[list[int]]) -> None:
+    """Of a rollout (its `nodes`, `calls`, `trajectories`): what lies above a completed call's tokens is a prompt that the engine was sent; its tokens
+    bear the engine's log-probs and version; none is trained twice."""
+    starts = offsets(found.nodes)
+    ids, logprobs, versions = (list(arrays[name]) for name in ("token_ids", "logprobs", "versions"))
+    sent = {tuple(prompt) for prompt in prompts}
+    for call in found.calls:
+        if call.status is CallStatus.COMPLETE:
+            above: list[int] = []
+            at = call.prompt_node
+            while at >= 0:
+                above[:0] = ids[starts[at] : starts[at + 1]]
+                at = found.nodes[at].parent
+            assert tuple(above) in sent and len(above) == call.n_prompt
+    for i, node in enumerate(found.nodes):
+        part = slice(starts[i], starts[i + 1])
+        assert set(versions[part]) == ({0} if node.call_id else {-1})
+        assert not node.call_id or set(logprobs[part]) == {-0.5}
+    trained: set[int] = set()
+    for t in found.trajectories:
+        assert not trained & set(t.trainable)
+        trained.update(t.trainable)
+        flatten(found.nodes, t, arrays)

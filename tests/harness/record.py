@@ -1,6 +1,6 @@
 """Record what each installed harness asks for: `python tests/harness/record.py [NAME…]` writes recordings/NAME-SCENARIO.json.gz.
 
-A recording is a list of [path, redacted body, the text that the scripted engine sampled for it].
+A recording is a list of [path, redacted body, the text that the scripted engine sampled for it, null if the prompt did not fit].
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RECORDINGS = HERE / "recordings"
 
 def record(harness: str, play: Play, drove: Drive) -> None:
     asked = [r for r in drove.requests if is_call(r.path) and r.fault != "500"]
-    sampled = [drove.said[call.call_id] for call in drove.calls]
+    sampled = [drove.said.get(call.call_id) for call in drove.calls]
     assert len(asked) == len(sampled), f"{len(asked)} requests, {len(sampled)} calls"
     rows = [[r.path, redact(r.json), text] for r, text in zip(asked, sampled, strict=True)]
     with gzip.GzipFile(RECORDINGS / f"{harness}-{play.name}.json.gz", "wb", mtime=0) as file:

@@ -11,8 +11,9 @@ from typing import Any
 
 from scenarios import OURS
 
-_NAMED = frozenset(("role", "type", "id", "call_id", "tool_call_id", "tool_use_id", "name", "namespace", "model", "status", "stop_reason", "signature",
-                    "encrypted_content", "cache_control", "previous_response_id", "required"))  # fmt: skip
+_NAMED = frozenset(("role", "type", "id", "call_id", "tool_call_id", "tool_use_id", "name", "namespace", "model", "status", "stop_reason",
+                    "signature", "encrypted_content", "cache_control",
+                    "previous_response_id", "required"))  # fmt: skip
 """Keys whose values are names and identifiers."""
 _DROPPED = frozenset(("description", "metadata", "client_metadata", "prompt_cache_key", "$schema", "format", "pattern", "examples"))
 _MARK = re.compile(r"‹[0-9a-f]{12}›")

@@ -1,4 +1,4 @@
-"""What the scripted policy says to each harness. A reply depends on the prompt's text alone, so that retries, side calls and sub-agents need no count."""
+"""What the scripted policy says to each harness. A reply depends on the prompt's text alone: retries, side calls and sub-agents need no count."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SHELL: Mapping[str, tuple[str, str, dict[str, object]]] = {
 }
 DELEGATE: Mapping[str, tuple[str, dict[str, object]]] = {
     "opencode": ("task", {"description": "Ours", "prompt": SUB_TASK, "subagent_type": "general"}),
-    "qwen-code": ("agent", {"description": "Ours", "prompt": SUB_TASK, "subagent_type": "general-purpose"}),
-    "claude-code": ("Agent", {"description": "Ours", "prompt": SUB_TASK, "subagent_type": "general-purpose"}),
+    "qwen-code": ("agent", {"description": "Ours", "prompt": SUB_TASK, "subagent_type": "general-purpose", "run_in_background": False}),
+    "claude-code": ("Agent", {"description": "Ours", "prompt": SUB_TASK, "subagent_type": "general-purpose", "run_in_background": False}),
 }
 
 Say = Callable[[str], str]
@@ -38,7 +38,7 @@ def shell(harness: str, command: str) -> str:
 
 
 def _is_title(prompt: str) -> bool:
-    return "Tools: " not in prompt and "summar" not in prompt.lower()
+    return "Tools: " not in prompt and prompt.count("Counting") < 2
 
 
 def _finish(harness: str, prompt: str) -> str:
@@ -68,12 +68,12 @@ def malformed(harness: str) -> Say:
         name, key, more = SHELL[harness]
         if _is_title(prompt):
             return TITLE
-        if "Attempt one" not in prompt:
+        if "Attempt one" not in prompt and "<error>" not in prompt:  # one harness drops it, and says only that
             return "Attempt one." + tool(name, {"nothing": 1.0})
         if "out-2" not in prompt:
             arguments = json.dumps({key: "echo yes > answer; echo out-$((1+1))", **more}, indent=3)
             return f'Attempt two.<tool_call>\n{{"name": "{name}",  "arguments":  {arguments}}}\n</tool_call>'
-        if "Attempt three" not in prompt:
+        if "Attempt three" not in prompt and prompt.count("<error>") < 2:
             return f'Attempt three.<tool_call>\n{{"name": "{name}", "arguments": {{"{key}": "echo\n</tool_call>'
         return _finish(harness, prompt)
 
@@ -87,7 +87,7 @@ def compacting(harness: str) -> Say:
         if _is_title(prompt):
             return TITLE
         last = prompt.rsplit("<|im_start|>user\n", 1)[-1]
-        if "summar" in last.lower() and SUMMARY not in prompt:
+        if "summar" in last.lower() and prompt.count("Counting") > 1 and SUMMARY not in prompt and not last.startswith("<tool_response>"):
             return SUMMARY
         if SUMMARY not in prompt and prompt.count("Counting") < 6:
             return f"Counting {prompt.count('Counting')}." + shell(harness, "seq 1 800")
@@ -110,8 +110,9 @@ def delegating(harness: str) -> Say:
 
 
 OURS = (
-    TASK, SUB_TASK, SUB_ANSWER, SUMMARY, TITLE, "Notes of ours.", "Now ours.", "Writing.", "All of ours is done.", "Finished, all of it.", "First ours.",
-    "Looking.", "Attempt one.", "Attempt two.", "Attempt three.", "Counting", "Ours is nine.", "Delegating.", "echo yes > answer; echo out-$((1+1))",
-    "cat notes.txt; echo out-$((0+1))", "echo out-$((4+5))", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT", "seq 1 800", "out-",
+    TASK, SUB_TASK, SUB_ANSWER, SUMMARY, TITLE, "Notes of ours.", "Now ours.", "Writing.", "All of ours is done.", "Finished, all of it.",
+    "First ours.", "Looking.", "Attempt one.", "Attempt two.", "Attempt three.", "Counting", "Ours is nine.",
+    "Delegating.", "echo yes > answer; echo out-$((1+1))", "cat notes.txt; echo out-$((0+1))", "echo out-$((4+5))",
+    "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT", "seq 1 800", "out-",
 )  # fmt: skip
 """All texts that are ours in a harness's requests."""

@@ -20,6 +20,8 @@ REQUEST = [
 def test_the_default() -> None:
     origins = {"t": Origin(b"title", False, 5), "m1": MAIN, "s1": Origin(b"sub", True, 50), "m2": MAIN}
     assert classify(origins) == {"t": LeafClass.SIDE, "m1": LeafClass.MAIN, "s1": LeafClass.SUB_AGENT, "m2": LeafClass.MAIN}
+    busy = {"m1": MAIN, **{f"s{i}": Origin(b"sub", True, 50) for i in range(9)}, "m2": MAIN}
+    assert classify(busy)["m2"] is LeafClass.MAIN and classify(busy)["s8"] is LeafClass.SUB_AGENT, "sub-agents do not lead, however much they do"
     assert classify({"only": Origin(b"x", False, 0)}) == {"only": LeafClass.MAIN}
     assert classify({}) == {}
 

@@ -78,7 +78,7 @@ def launch(config: Config) -> Launch:
         "{base_url}": BASE_URL,
         "{model}": config.sandbox.models[0] if config.sandbox.models else POLICY,
         "{context}": str(config.rollout.context),
-        "{quarter}": str(config.rollout.context // 4),
+        "{eighth}": str(config.rollout.context // 8),
         "{max_tokens}": str(config.rollout.max_tokens),
     }
 

@@ -2,7 +2,7 @@
 
 Words in braces, in arguments, environment and files: {root} is the installed harness as a sandbox sees it, {node} and {python} an interpreter, {arch}
 npm's name of this machine, {instruction} the task's instruction, {base_url} the model (without /v1), {model} its name, {context} and {max_tokens} the
-run's limits, {quarter} a quarter of the first. Files are written into the sandbox's home before the harness starts.
+run's limits, {eighth} an eighth of the first. Files are written into the sandbox's home before the harness starts.
 
 Versions are pinned; what the packages depend on is resolved by their registry. Other harnesses need no entry here: `sandbox.harness` takes commands.
 """
@@ -51,7 +51,7 @@ _PI_MODELS: Final = """\
 {"providers": {"gyre": {"baseUrl": "{base_url}/v1", "api": "openai-completions", "apiKey": "gyre", "models":
  [{"id": "{model}", "reasoning": true, "contextWindow": {context}, "maxTokens": {max_tokens}}]}}}
 """
-_PI_SETTINGS: Final = '{"compaction": {"enabled": true, "reserveTokens": {max_tokens}, "keepRecentTokens": {quarter}}}\n'
+_PI_SETTINGS: Final = '{"compaction": {"enabled": true, "reserveTokens": {max_tokens}, "keepRecentTokens": {eighth}}}\n'
 _CODEX_CONFIG: Final = """\
 model = "{model}"
 model_provider = "gyre"
