@@ -220,7 +220,7 @@ async def scripted(tmp: Path, renderer: Renderer, say: Say) -> AsyncIterator[tup
         desk.handle(peer, message, arrays)
 
     serving = asyncio.create_task(server.serve(handle))
-    router = Router.connect([server.address], 2.0, 5.0, name="s", incarnation="i", run_id="r", resend_s=1.0)
+    router = Router.connect([server.address], 20.0, 60.0, name="s", incarnation="i", run_id="r", resend_s=1.0)
     try:
         yield router, prompts, player.said
     finally:

@@ -33,9 +33,18 @@ def record(harness: str, play: Play, drove: Drive) -> None:
 if __name__ == "__main__":
     RECORDINGS.mkdir(exist_ok=True)
     for play in PLAYS:
-        if len(sys.argv) < 2 or play.harness in sys.argv[1:]:
+        if len(sys.argv) < 2 or play.harness in sys.argv[1:] or f"{play.harness}-{play.name}" in sys.argv[1:]:
             with tempfile.TemporaryDirectory() as directory:
                 drove = drive(Path(directory), f"preset:{play.harness}", play.say, fault=play.fault, **play.keys)
             trained, sampled = drove.coverage()
-            print(play.harness, play.name, drove.ended.message.ending, drove.ended.message.reward, f"{trained}/{sampled}", f"{drove.seconds:.1f} s")
+            classes = sorted({c.leaf_class.value for c in drove.calls})
+            print(
+                play.harness,
+                play.name,
+                drove.ended.message.ending,
+                drove.ended.message.reward,
+                f"{trained}/{sampled}",
+                f"{drove.seconds:.1f} s",
+                classes,
+            )
             record(play.harness, play, drove)

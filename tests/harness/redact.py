@@ -9,24 +9,47 @@ import re
 from hashlib import blake2b
 from typing import Any
 
-from scenarios import OURS
+from scenarios import ARGUMENTS, OURS
 
-_NAMED = frozenset(("role", "type", "id", "call_id", "tool_call_id", "tool_use_id", "name", "namespace", "model", "status", "stop_reason",
-                    "signature", "encrypted_content", "cache_control",
-                    "previous_response_id", "required"))  # fmt: skip
+_NAMED = frozenset(
+    [
+        "role",
+        "type",
+        "id",
+        "call_id",
+        "tool_call_id",
+        "tool_use_id",
+        "name",
+        "namespace",
+        "model",
+        "status",
+        "stop_reason",
+        "signature",
+        "encrypted_content",
+        "previous_response_id",
+        "required",
+        "include",
+        "tool_choice",
+        "effort",
+        "reasoning_effort",
+        "phase",
+    ]
+)
 """Keys whose values are names and identifiers."""
-_DROPPED = frozenset(("description", "metadata", "client_metadata", "prompt_cache_key", "$schema", "format", "pattern", "examples"))
+_DROPPED = frozenset(("metadata", "client_metadata", "prompt_cache_key", "user"))
+_DROPPED_OF_TOOLS = frozenset(("description", "$schema", "format", "pattern", "examples", "definition"))
 _MARK = re.compile(r"‹[0-9a-f]{12}›")
-_KEEP = re.compile("|".join([_MARK.pattern, *(re.escape(text) for text in sorted(OURS, key=len, reverse=True))]))
+_WORDS = [*(f'"{word}"' for word in ARGUMENTS), *OURS]
+_KEEP = re.compile("|".join([_MARK.pattern, *(re.escape(word) for word in sorted(_WORDS, key=len, reverse=True)), r"\b(?:true|false)\b"]))
 
 
 def _mark(text: str) -> str:
-    if not re.search(r"[^\W\d_]", text):  # no letters: numbers and punctuation
+    if not re.search(r"[^\W\d_]{2}", text):  # no two letters: numbers, punctuation, \n
         return text
     return f"‹{blake2b(text.encode('utf-8', 'surrogatepass'), digest_size=6).hexdigest()}›"
 
 
-def text(value: str) -> str:
+def _text(value: str) -> str:
     out, at = [], 0
     for kept in _KEEP.finditer(value):
         out += [_mark(value[at : kept.start()]), kept[0]]
@@ -34,12 +57,15 @@ def text(value: str) -> str:
     return "".join([*out, _mark(value[at:])])
 
 
-def redact(value: Any, *, ours: bool = False) -> Any:
-    """A JSON value without foreign text. `ours`: this string is a name or an identifier. Doing it twice changes nothing."""
+def redact(value: Any, *, named: bool = False, tools: bool = False) -> Any:
+    """A JSON value without foreign text. `named`: a string is a name or an identifier; `tools`: in the description of tools. Doing it twice changes
+    nothing."""
     if isinstance(value, str):
-        return value if ours else text(value)
+        return value if named else _text(value)
     if isinstance(value, list):
-        return [redact(item, ours=ours) for item in value]
+        return [redact(item, named=named, tools=tools) for item in value]
     if isinstance(value, dict):
-        return {key: redact(item, ours=key in _NAMED) for key, item in value.items() if key not in _DROPPED or not isinstance(item, (str, dict))}
+        gone = _DROPPED_OF_TOOLS if tools else _DROPPED
+        kept = {key: item for key, item in value.items() if key not in gone or (tools and isinstance(item, dict) and key == "description")}
+        return {key: redact(item, named=key in _NAMED, tools=tools or key == "tools") for key, item in kept.items()}
     return value

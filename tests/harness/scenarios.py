@@ -116,3 +116,8 @@ OURS = (
     "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT", "seq 1 800", "out-",
 )  # fmt: skip
 """All texts that are ours in a harness's requests."""
+
+ARGUMENTS = (
+    "command", "cmd", "description", "is_background", "prompt", "subagent_type", "run_in_background", "nothing", "general", "general-purpose", "Ours",
+)  # fmt: skip
+"""Names and values in the arguments of our tool calls, as they stand in JSON."""
