@@ -3,7 +3,7 @@
 #   PYTHON=python3.12      interpreter of the virtual environment (3.11 or newer)
 #   TORCH_INDEX=URL        index to take torch from, for example one with CPU builds
 #   UNSAFE=1               go on without bubblewrap: executions are then not contained
-#   GYRE_REQUIRE=bwrap     fail, and do not skip, what needs bubblewrap
+#   GYRE_REQUIRE=bwrap,pi  fail, and do not skip, what needs bubblewrap, or a harness of that name
 #   JOBS=2                 test files that run at the same time
 #   SEED=0  RUN=runs/demo  seed and run directory of the demo; HOSTS=FILE  RULE=NAME  STEPS=N  its cells, their rule, a shorter one
 
@@ -12,14 +12,17 @@ BIN := .venv/bin
 JOBS := 2
 export UNSAFE TORCH_INDEX PYTHON
 
-.PHONY: help setup demo test check bench docs clean
+.PHONY: help setup harnesses demo test check bench docs clean
 
 help:
 	@sed -n '1,10s/^# \{0,1\}//p' Makefile
-	@echo "targets: setup demo test check bench docs clean"
+	@echo "targets: setup harnesses demo test check bench docs clean"
 
 setup:
 	@sh .ci/setup
+
+harnesses: setup
+	$(BIN)/gyre-harness install mini pi codex
 
 demo: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/quickstart/demo.sh

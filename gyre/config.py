@@ -125,6 +125,13 @@ class TrajectoryTable(Table, frozen=True, kw_only=True):
     """From calls to trajectories."""
 
     max_per_execution: Annotated[int, _doc("J_max: trajectories trained per execution at most.", ge=1)] = 1
+    choice: Annotated[
+        Literal["priority", "greedy"],
+        _doc("priority: the best leaf class first, drawn in proportion to tokens not yet trained; greedy: always the path with the most of them."),
+    ] = "priority"
+    leaf_rules: Annotated[
+        tuple[str, ...], _doc("Leaf classes of calls: lines CLASS PLACE REGEX, before those of the harness (docs/harness.md).")
+    ] = ()
 
 
 class Train(Table, frozen=True, kw_only=True):

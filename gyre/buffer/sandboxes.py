@@ -115,6 +115,7 @@ def on_ended(s: State, now: Now, e: Received, m: RolloutEnded) -> None:
     row.recorded = m.epoch
     row.ending, row.detail, row.harness, row.harness_exit = ending, detail, m.harness, m.harness_exit
     row.ended_at, row.cells, row.n_calls = now.wall, m.cells, len(m.calls)
+    row.left_tokens, row.left_leaves = m.left_tokens, m.left_leaves
     row.seconds = {k: v for k, v in m.seconds.items() if math.isfinite(v)}
     row.rewards = {k: v for k, v in m.rewards.items() if math.isfinite(v)}
     s.progress_at = now.mono

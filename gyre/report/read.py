@@ -151,6 +151,7 @@ class RunReader:
         for g, r in self._pairs(selection):
             yield {**self._head(g, r), **_outcome(r), "version_at_dispatch": r.version_step, "version_at_consumption": _consumed_at(g),
                    "staleness": _staleness(g), "harness": r.harness, "harness_exit": r.harness_exit, "cells": r.cells, "n_calls": r.n_calls,
+                   "left_tokens": r.left_tokens, "left_leaves": r.left_leaves,
                    "n_tokens": sum(i.n_tokens for i in r.items), "n_trainable": sum(i.n_trainable for i in r.items), "holder": r.holder,
                    "reissues": r.reissues, "detail": r.detail, "seconds": r.seconds, "version_min": r.version_min, "version_max": r.version_max,
                    "dispatched_at": timestamp(r.dispatched_at), "leased_at": timestamp(r.leased_at),

@@ -48,14 +48,16 @@ from gyre.sandbox.gateway.route import Router
 from gyre.sandbox.gateway.session import Limits as SessionLimits
 from gyre.sandbox.gateway.session import Outcome, Session
 from gyre.sandbox.grade import grade
+from gyre.sandbox.harness.launch import BASE_URL, launch
 from gyre.sandbox.run_task import printable
-from gyre.sandbox.task import Task, command, load_task, tighter_s
+from gyre.sandbox.task import Task, load_task, tighter_s
+from gyre.trajectory.classes import rules_of
 from gyre.types import ENDINGS, Ending, Purpose, Sampling, Ticket
 from gyre.wire.arrays import Array, f32, i32
 from gyre.wire.messages import RolloutEnded
 
 FORWARD: Final = "/run/gyre/forward.py"
-_TCP: Final = "http://127.0.0.1:8080"
+FILES: Final = "/run/gyre/home"
 _DETAIL_CHARS: Final = 500
 _CACHED_TASKS: Final = 1024
 _GRACE_S: Final = 30.0  # calls may outlast the harness's time: closing the session gets the tokens of those in flight
@@ -90,10 +92,13 @@ class Executor:
 
     def __init__(self, config: Config, backend: Backend, router: Router, renderer: Renderer) -> None:
         self._config, self._backend, self._router, self._renderer = config, backend, router, renderer
-        self._harness = command(config.sandbox.harness, "run.toml", "sandbox.harness")
+        self._launch = launch(config)
+        self._rules = rules_of(self._launch.name, config.trajectory.leaf_rules)
         self._tasks: dict[str, Task] = {}
         self._numbers = itertools.count()
         self._home = _make_home()
+        if self._launch.home:
+            self._launch.write_files(self._home / "home")
 
     def close(self) -> None:
         shutil.rmtree(self._home, ignore_errors=True)
@@ -136,7 +141,7 @@ class Executor:
             epoch=ticket.epoch,
             ending=ending,
             detail=detail[:_DETAIL_CHARS],
-            harness=self._config.sandbox.harness,
+            harness=self._launch.label,
             harness_exit=agent.status if agent else None,
             seconds={k: round(v, 6) for k, v in seconds.items()},
         )
@@ -144,7 +149,15 @@ class Executor:
             return Ended(message, {"token_ids": i32(), "logprobs": f32(), "versions": i32()})
         o = agent.outcome
         message = msgspec.structs.replace(
-            message, reward=rewards[0], rewards=rewards[1], nodes=o.graph.nodes, calls=o.calls, trajectories=o.trajectories, cells=o.cells
+            message,
+            reward=rewards[0],
+            rewards=rewards[1],
+            nodes=o.graph.nodes,
+            calls=o.calls,
+            trajectories=o.trajectories,
+            cells=o.cells,
+            left_tokens=o.left_out.tokens,
+            left_leaves=o.left_out.leaves,
         )
         return Ended(message, o.graph.arrays())
 
@@ -266,19 +279,26 @@ class Executor:
             max_turns=self._config.sandbox.max_turns,
             max_trajectories=self._config.trajectory.max_per_execution,
             deadline=deadline,
+            greedy=self._config.trajectory.choice == "greedy",
+            rules=self._rules,
         )
 
     def _spec(self, task: Task, workspace: Workspace, instruction: Path, socket: Path, timeout_s: float) -> Spec:
         binds = [Bind(str(instruction), INSTRUCTION), Bind(str(socket), MODEL_SOCKET, readonly=False)]
         if self._config.sandbox.harness_dir:
             binds.append(Bind(self._config.sandbox.harness_dir, HARNESS))
-        argv = [word.replace("{instruction}", task.instruction) for word in self._harness]
-        env = {**task.env, "OPENAI_API_KEY": "gyre", "ANTHROPIC_API_KEY": "gyre"}
-        if self._config.sandbox.forward_tcp:
+        used = self._launch
+        binds += used.binds
+        argv = [word.replace("{instruction}", task.instruction) for word in used.argv]
+        env = {**task.env, "OPENAI_API_KEY": "gyre", "ANTHROPIC_API_KEY": "gyre", **used.env}
+        if used.tcp:
             binds.append(Bind(str(Path(__file__).with_name("forward.py")), FORWARD))
-            argv = ["python3", "-I", "-S", FORWARD, "--", *argv]
-            env |= {"OPENAI_BASE_URL": f"{_TCP}/v1", "ANTHROPIC_BASE_URL": _TCP}
-        return Spec(workspace=workspace, argv=argv, limits=task.limits(self._limits(timeout_s)), env=env, binds=binds)
+            home = ["--home", FILES] if used.home else []
+            binds += [Bind(str(self._home / "home"), FILES)] if used.home else []
+            argv = ["python3", "-I", "-S", FORWARD, *home, "--", *argv]
+            env = {"OPENAI_BASE_URL": f"{BASE_URL}/v1", "ANTHROPIC_BASE_URL": BASE_URL, **env}
+        limits = used.limits(task.limits(self._limits(timeout_s)))
+        return Spec(workspace=workspace, argv=argv, limits=limits, env=env, binds=binds)
 
 
 def _make_home() -> Path:

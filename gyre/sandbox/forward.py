@@ -1,13 +1,15 @@
 """Inside a sandbox: a TCP port for harnesses that cannot talk to a Unix socket.
 
-    python3 -I -S forward.py [--listen HOST:PORT] [--to SOCKET] -- COMMAND…
+    python3 -I -S forward.py [--listen HOST:PORT] [--to SOCKET] [--home DIR] -- COMMAND…
 
-Listens on 127.0.0.1:8080, passes every connection on to the model's socket, runs the command, ends with its status. When it ends, the sandbox does,
-so nothing is left behind. It is shown to the sandbox as a file and imports nothing of gyre; the standard library of any Python 3.9 will do.
+Makes the home directory a copy of DIR, listens on 127.0.0.1:8080, passes every connection on to the model's socket, runs the command, ends with its
+status. When it ends, the sandbox does, so nothing is left behind. It is shown to the sandbox as a file and imports nothing of gyre; the standard
+library of any Python 3.9 will do.
 """
 
 import os
 import selectors
+import shutil
 import socket
 import subprocess
 import sys
@@ -49,12 +51,14 @@ def serve(listener: socket.socket, path: str) -> None:
 
 
 def main(argv: list) -> int:  # type: ignore[type-arg]
-    options = {"--listen": "127.0.0.1:8080", "--to": os.environ.get("GYRE_MODEL_SOCKET", "/run/gyre/model.sock")}
+    options = {"--listen": "127.0.0.1:8080", "--to": os.environ.get("GYRE_MODEL_SOCKET", "/run/gyre/model.sock"), "--home": ""}
     while argv and argv[0] in options:
         options[argv[0]], argv = argv[1], argv[2:]
     if len(argv) < 2 or argv[0] != "--":
-        print("usage: forward.py [--listen HOST:PORT] [--to SOCKET] -- COMMAND…", file=sys.stderr)
+        print("usage: forward.py [--listen HOST:PORT] [--to SOCKET] [--home DIR] -- COMMAND…", file=sys.stderr)
         return 2
+    if options["--home"]:
+        shutil.copytree(options["--home"], os.environ["HOME"])
     host, _, port = options["--listen"].rpartition(":")
     listener = socket.create_server((host, int(port)))
     threading.Thread(target=serve, args=(listener, options["--to"]), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Choose what is trained of a prefix graph: trainable nodes, leaf classes, up to J_max trajectories.
+"""Choose what is trained of a prefix graph: trainable nodes, up to J_max trajectories.
 
 Invariants
 - A sampled node bears loss in at most one trajectory. Only complete calls bear loss; side calls and aborted ones never.
@@ -6,14 +6,13 @@ Invariants
 - The draw depends on the graph and the seed alone.
 
 A *leaf* here is a trainable node below which nothing is trainable: a path that ends in an aborted call, or whose targets all lie on another path,
-is no candidate, since it could only waste a trajectory. Leaf classes are a first rule (`classify`): what belongs to sub-agents or to a compaction is
-told apart by prompt and tools alone. Whether a compaction's text was adopted is not judged yet.
+is no candidate, since it could only waste a trajectory. Leaf classes are given (`classes`): a compaction has one that is trained only if its text was
+adopted.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from random import Random
 from typing import Final, NamedTuple
 
@@ -23,41 +22,11 @@ PRIORITY: Final = (LeafClass.MAIN, LeafClass.MAIN_SUMMARY, LeafClass.SUB_AGENT, 
 """Classes that are trained, best first."""
 
 
-class Origin(NamedTuple):
-    """What a call was asked with: a digest of its system prompt and tools, whether it had tools, tokens it sampled."""
+class LeftOut(NamedTuple):
+    """Trainable tokens on no chosen trajectory, and the leaves that they are above of."""
 
-    family: bytes
-    has_tools: bool
-    n_sampled: int
-
-
-def classify(origins: Mapping[str, Origin]) -> dict[str, LeafClass]:
-    """A class for each call (in order of arrival) from what it was asked with.
-
-    `main` is the family (system prompt and tools) with the most calls; among equals with the most sampled tokens, then the earliest. A family of one
-    call without tools, where the main one has tools, is a side call (a title, a summary). All others are sub-agents.
-    """
-    calls: Counter[bytes] = Counter()
-    tokens: Counter[bytes] = Counter()
-    with_tools: set[bytes] = set()
-    for origin in origins.values():
-        calls[origin.family] += 1
-        tokens[origin.family] += origin.n_sampled
-        if origin.has_tools:
-            with_tools.add(origin.family)
-    if not calls:
-        return {}
-    main = max(calls, key=lambda f: (calls[f], tokens[f]))  # the first of equals: dictionaries keep the order of arrival
-    classes: dict[str, LeafClass] = {}
-    for call_id, origin in origins.items():
-        family = origin.family
-        if family == main:
-            classes[call_id] = LeafClass.MAIN
-        elif calls[family] == 1 and family not in with_tools and main in with_tools:
-            classes[call_id] = LeafClass.SIDE
-        else:
-            classes[call_id] = LeafClass.SUB_AGENT
-    return classes
+    tokens: int
+    leaves: int
 
 
 def trainable_calls(calls: Sequence[CallRecord], adopted: Collection[str]) -> set[str]:
@@ -75,33 +44,35 @@ def trainable_calls(calls: Sequence[CallRecord], adopted: Collection[str]) -> se
     return trained | {c.call_id for c in chosen.values()}
 
 
-def select(nodes: Sequence[GraphNode], calls: Sequence[CallRecord], adopted: Collection[str], j_max: int, random: Random) -> list[TrajectoryMeta]:
-    """Up to `j_max` trajectories: in the best class with unmasked trainable tokens draw a leaf in proportion to them, mask its path, repeat."""
+def select(
+    nodes: Sequence[GraphNode], calls: Sequence[CallRecord], adopted: Collection[str], j_max: int, random: Random, *, greedy: bool = False
+) -> list[TrajectoryMeta]:
+    """Up to `j_max` trajectories: in the best class with unmasked trainable tokens draw a leaf in proportion to them, mask its path, repeat.
+
+    `greedy` covers as much as it can instead: each time the leaf with the most unmasked tokens, whatever its class; among equals the first.
+    """
     classes = {c.call_id: c.leaf_class for c in calls}
-    trained = trainable_calls(calls, adopted)
-    open_nodes = {i for i, node in enumerate(nodes) if node.call_id in trained}
-    inner: set[int] = set()  # nodes with something trainable below them
-    for i in range(len(nodes) - 1, -1, -1):  # children come after their parents
-        if (i in open_nodes or i in inner) and nodes[i].parent >= 0:
-            inner.add(nodes[i].parent)
-    leaves = [i for i in sorted(open_nodes) if i not in inner]
+    open_nodes = _trainable_nodes(nodes, trainable_calls(calls, adopted))
+    leaves = _leaves(nodes, open_nodes)
     trajectories: list[TrajectoryMeta] = []
     while len(trajectories) < j_max:
         weights = _unmasked(nodes, open_nodes)
-        for wanted in PRIORITY:
-            candidates = [leaf for leaf in leaves if weights[leaf] and classes[nodes[leaf].call_id or ""] is wanted]
-            if candidates:
-                break
-        else:
+        left = [leaf for leaf in leaves if weights[leaf]]
+        if not left:
             break
-        leaf = random.choices(candidates, [weights[c] for c in candidates])[0]
+        if greedy:
+            leaf = max(left, key=lambda i: weights[i])
+        else:
+            best = min(PRIORITY.index(classes[nodes[i].call_id or ""]) for i in left)
+            candidates = [i for i in left if classes[nodes[i].call_id or ""] is PRIORITY[best]]
+            leaf = random.choices(candidates, [weights[i] for i in candidates])[0]
         path = _path(nodes, leaf)
         here = [i for i in path if i in open_nodes]
         open_nodes.difference_update(here)
         trajectories.append(
             TrajectoryMeta(
                 index=len(trajectories),
-                leaf_class=wanted,
+                leaf_class=classes[nodes[leaf].call_id or ""],
                 nodes=path,
                 trainable=here,
                 n_tokens=sum(nodes[i].n_tokens for i in path),
@@ -109,6 +80,28 @@ def select(nodes: Sequence[GraphNode], calls: Sequence[CallRecord], adopted: Col
             )
         )
     return trajectories
+
+
+def left_out(nodes: Sequence[GraphNode], calls: Sequence[CallRecord], adopted: Collection[str], chosen: Sequence[TrajectoryMeta]) -> LeftOut:
+    """What the chosen trajectories do not train."""
+    trainable = _trainable_nodes(nodes, trainable_calls(calls, adopted))
+    leaves = _leaves(nodes, trainable)
+    trainable.difference_update(i for t in chosen for i in t.trainable)
+    weights = _unmasked(nodes, trainable)
+    return LeftOut(sum(nodes[i].n_tokens for i in trainable), sum(weights[leaf] > 0 for leaf in leaves))
+
+
+def _trainable_nodes(nodes: Sequence[GraphNode], calls: Collection[str]) -> set[int]:
+    return {i for i, node in enumerate(nodes) if node.call_id in calls}
+
+
+def _leaves(nodes: Sequence[GraphNode], trainable: Collection[int]) -> list[int]:
+    """Trainable nodes below which nothing is trainable."""
+    inner: set[int] = set()
+    for i in range(len(nodes) - 1, -1, -1):  # children come after their parents
+        if (i in trainable or i in inner) and nodes[i].parent >= 0:
+            inner.add(nodes[i].parent)
+    return [i for i in sorted(trainable) if i not in inner]
 
 
 def _unmasked(nodes: Sequence[GraphNode], open_nodes: Collection[int]) -> list[int]:

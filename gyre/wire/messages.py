@@ -148,6 +148,8 @@ class RolloutEnded(Message, frozen=True, kw_only=True):
     nodes: list[GraphNode] = []
     calls: list[CallRecord] = []
     trajectories: list[TrajectoryMeta] = []
+    left_tokens: int = 0  # trainable, and on no chosen trajectory
+    left_leaves: int = 0
     cells: list[str] = []
     seconds: dict[str, float] = {}  # by phase: setup, harness, model, grade
 

@@ -160,6 +160,8 @@ class RolloutRow(Row):
     harness_exit: int | None = None
     items: list[Item] = []
     n_calls: int = 0
+    left_tokens: int = 0  # trainable, and on no chosen trajectory
+    left_leaves: int = 0
     cells: list[str] = []
     seconds: dict[str, float] = {}
     version_min: int | None = None  # of its sampled tokens

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from gyre.trajectory.flatten import CallSpan, flatten
-from gyre.trajectory.select import Origin, classify, select, trainable_calls
+from gyre.trajectory.select import LeftOut, left_out, select, trainable_calls
 from gyre.types import CallRecord, CallStatus, GraphNode, LeafClass, TrajectoryMeta
 
 
@@ -82,16 +82,15 @@ def test_nothing_to_train() -> None:
     assert select(CHAIN, [call("a", 0, 1, LeafClass.SIDE), call("b", 2, 3, LeafClass.SIDE)], set(), 4, Random(0)) == []
 
 
-def test_classes() -> None:
-    origins = {
-        "t": Origin(b"title", False, 5),
-        "m1": Origin(b"main", True, 5),
-        "s1": Origin(b"sub", True, 50),
-        "m2": Origin(b"main", True, 5),
-    }
-    assert classify(origins) == {"t": LeafClass.SIDE, "m1": LeafClass.MAIN, "s1": LeafClass.SUB_AGENT, "m2": LeafClass.MAIN}
-    assert classify({"only": Origin(b"x", False, 0)}) == {"only": LeafClass.MAIN}
-    assert classify({}) == {}
+def test_greedy_takes_the_most_whatever_its_class_and_what_is_left_out_is_told() -> None:
+    calls = [call("a", 0, 1, LeafClass.SUB_AGENT), call("b", 2, 3, LeafClass.SUB_AGENT), call("c", 4, 5)]
+    (best,) = select(FORK, calls, {"a"}, 1, Random(0))
+    (most,) = select(FORK, calls, {"a"}, 1, Random(0), greedy=True)
+    assert (best.nodes[-1], best.n_trainable, most.nodes[-1], most.n_trainable) == (5, 20, 3, 40)
+    assert left_out(FORK, calls, {"a"}, [best]) == LeftOut(30, 1)
+    assert left_out(FORK, calls, {"a"}, [most]) == LeftOut(10, 1)
+    assert left_out(FORK, calls, {"a"}, []) == LeftOut(50, 2)
+    assert left_out(FORK, calls, {"a"}, select(FORK, calls, {"a"}, 2, Random(0), greedy=True)) == LeftOut(0, 0)
 
 
 def test_flatten() -> None:

@@ -31,13 +31,16 @@ from gyre.sandbox.gateway.protocol import Answer, Ask
 from gyre.sandbox.gateway.render import Before, Rendered, Renderer, Reply, Shown
 from gyre.sandbox.gateway.route import Completion, ContextFull, Job, Router
 from gyre.sandbox.gateway.template import TooLong
+from gyre.trajectory.classes import Origin, Rule, classify, told
 from gyre.trajectory.graph import Exported, PrefixGraph
 from gyre.trajectory.match import Match, Matcher, Memory, Message, fingerprint
-from gyre.trajectory.select import Origin, classify, select
+from gyre.trajectory.select import LeftOut, left_out, select
 from gyre.types import CallRecord, CallStatus, Ending, LeafClass, Sampling, Ticket, TrajectoryMeta
 
 _COUNTED: Final = 4  # how far beyond the context prompts are still counted
 _LARGE: Final = 1 << 17  # bytes of a request: reading and rendering as much takes milliseconds
+_QUOTES: Final = 8  # replies that are looked for in a conversation that begins anew
+_QUOTE_CHARS: Final = 20  # shorter ones stand anywhere
 _CLOSE_S: Final = 15.0  # more than the router gives an engine to return an aborted request
 
 T = TypeVar("T")
@@ -55,6 +58,8 @@ class Limits(NamedTuple):
     max_turns: int
     max_trajectories: int
     deadline: float
+    greedy: bool = False
+    rules: tuple[Rule, ...] = ()
 
 
 class _Call(msgspec.Struct):
@@ -71,6 +76,9 @@ class _Call(msgspec.Struct):
     before: Before
     bridged: bool
     n_prompt: int
+    told: LeafClass | None = None  # by a rule
+    said: str = ""  # its reply, if that is text and was not seen again yet
+    quoted_by: str | None = None
     status: CallStatus = CallStatus.ERROR
     finish: str = "error"
     ended_s: float = 0.0
@@ -86,6 +94,7 @@ class Outcome(NamedTuple):
     graph: Exported
     calls: list[CallRecord]
     trajectories: list[TrajectoryMeta]
+    left_out: LeftOut
     cells: list[str]
     model_s: float  # seconds with at least one call in flight
 
@@ -144,6 +153,7 @@ class Session:
         self._refuse_if_over()
         if match is not None:
             self._adopted.add(match.call_id)
+            self._calls[match.call_id].said = ""
         call = _Call(
             call_id=f"c{turn}",
             started_s=time.monotonic() - self._started,
@@ -157,6 +167,9 @@ class Session:
             bridged=rendered.bridged,
             n_prompt=len(rendered.ids),
         )
+        call.told = told(self.limits.rules, messages, call.offered or ())
+        if match is None:
+            self._find_quoted(call.call_id, messages)
         self._calls[call.call_id] = call
         room = self.limits.context - call.n_prompt
         if room < 1:
@@ -189,6 +202,16 @@ class Session:
         except TooLong as e:
             self._refuse_beyond_context(e.n_tokens)
             raise
+
+    def _find_quoted(self, call_id: str, messages: Sequence[Message]) -> None:
+        """Replies that a conversation which begins anew holds as text: summaries that were adopted."""
+        silent = [c for c in self._calls.values() if c.said][-_QUOTES:]
+        if silent:
+            text = "\n".join(m["content"] for m in messages)
+            for call in silent:
+                if call.said in text:
+                    self._adopted.add(call.call_id)
+                    call.said, call.quoted_by = "", call_id
 
     async def count(self, ask: Ask, n_bytes: int = 0) -> int:
         """Tokens of the prompt that `complete` would send. It is no call: nothing is recorded. Raises as `complete` does."""
@@ -274,6 +297,8 @@ class Session:
         self._finish(call, CallStatus.COMPLETE, completion.finish if reason != "tool_calls" else reason)
         if ids:
             call.ended = self._ends_turn(ids, completion.finish)
+            said = "" if "tool_calls" in message else message["content"].strip()
+            call.said = said if len(said) >= _QUOTE_CHARS else ""
             self._matcher.record(call.call_id, end, message)
         n_reasoning = self._renderer.count_reasoning(ids) if call.reasons else 0
         return Answer(call.call_id, message, reason, call.n_prompt, call.n_completion, n_reasoning)
@@ -344,11 +369,13 @@ class Session:
 
     def _outcome(self) -> Outcome:
         graph = self._graph.export()
-        origins = {c.call_id: Origin(c.family, c.offered is not None, c.n_completion) for c in self._calls.values()}
+        origins = {c.call_id: Origin(c.family, c.offered is not None, c.n_completion, c.told, c.quoted_by) for c in self._calls.values()}
         classes = classify(origins)
         records = [self._row(c, graph, classes[c.call_id]) for c in self._calls.values()]
-        trajectories = select(graph.nodes, records, self._adopted, self.limits.max_trajectories, Random(_seed(self.ticket.seed, 0)))
-        return Outcome(graph, records, trajectories, list(self._cells), self._model_s)
+        random = Random(_seed(self.ticket.seed, 0))
+        chosen = select(graph.nodes, records, self._adopted, self.limits.max_trajectories, random, greedy=self.limits.greedy)
+        left = left_out(graph.nodes, records, self._adopted, chosen)
+        return Outcome(graph, records, chosen, left, list(self._cells), self._model_s)
 
     @staticmethod
     def _row(call: _Call, graph: Exported, leaf_class: LeafClass) -> CallRecord:

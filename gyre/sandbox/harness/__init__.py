@@ -1,0 +1,1 @@
+"""Harnesses that gyre can install and run by name."""

@@ -1,0 +1,44 @@
+"""Which harness is driven through what: the table of the tests that run them and of the recordings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import scenarios
+from driver import Fault
+
+
+class Play(NamedTuple):
+    """`least` are the leaf classes that must be among the calls."""
+
+    harness: str
+    name: str
+    say: scenarios.Say
+    fault: Fault = lambda n, path, body: ""
+    keys: Mapping[str, Any] = {}
+    least: frozenset[str] = frozenset(["main"])
+
+
+CONTEXT = {"pi": 14_000, "codex": 50_000, "qwen-code": 90_000, "opencode": 40_000, "claude-code": 60_000}
+"""In which each compacts: with the tests' tokenizer, of hardly more than a byte per token, first prompts take 5,000 to 67,000."""
+
+
+def _rough(n: int, path: str, body: bytes) -> str:
+    return {2: "500", 4: "drop"}.get(n, "")
+
+
+def _all() -> list[Play]:
+    plays = []
+    for harness in scenarios.SHELL:
+        plays.append(Play(harness, "plain", scenarios.plain(harness)))
+        plays.append(Play(harness, "rough", scenarios.malformed(harness), _rough))
+        if harness in CONTEXT:
+            keys = {"context": CONTEXT[harness], "max_tokens": 1024}
+            plays.append(Play(harness, "compacting", scenarios.compacting(harness), keys=keys, least=frozenset(["main", "main-summary"])))
+        if harness in scenarios.DELEGATE:
+            plays.append(Play(harness, "delegating", scenarios.delegating(harness), least=frozenset(["main", "sub-agent"])))
+    return plays
+
+
+PLAYS = _all()

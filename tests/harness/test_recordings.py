@@ -1,0 +1,89 @@
+"""What each harness asked for, recorded (record.py) and replayed at the gateway: every sampled token of a chosen trajectory is the engine's own."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driver import FIRST, a_ticket, check_graph, make_renderer, scripted
+from redact import redact
+
+from gyre.sandbox.gateway.endpoint import Endpoint
+from gyre.sandbox.gateway.http import Request
+from gyre.sandbox.gateway.render import Renderer
+from gyre.sandbox.gateway.session import Limits, Outcome, Session
+from gyre.trajectory.classes import rules_of
+from gyre.trajectory.flatten import flatten
+from gyre.types import CallStatus, Sampling
+
+RECORDINGS = sorted((Path(__file__).parent / "recordings").glob("*.json.gz"))
+J_MAX = 5
+
+
+def rows(file: Path) -> list[tuple[str, Any, str | None]]:
+    return [(path, body, text) for path, body, text in json.loads(gzip.decompress(file.read_bytes()))]
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    return make_renderer(tmp_path_factory.mktemp("model"))
+
+
+def replay(file: Path, tmp_path: Path, renderer: Renderer, **limits: Any) -> tuple[Outcome, list[list[int]], dict[str, str]]:
+    """Send a recording's requests one after the other; the engine says what it said."""
+    texts = iter([text for _, _, text in rows(file)])
+
+    async def go() -> tuple[Outcome, list[list[int]], dict[str, str]]:
+        harness = file.name.rpartition("-")[0]
+        async with scripted(tmp_path, renderer, lambda prompt: next(texts)) as (router, prompts, said):
+            values = {"context": 1 << 20, "max_turns": 1000, "max_trajectories": J_MAX, "deadline": time.monotonic() + 60, **limits}
+            session = Session(a_ticket("/task"), renderer, router, Limits(sampling=Sampling(max_tokens=8192), rules=rules_of(harness, ()), **values))
+            endpoint = Endpoint(session)
+            for path, body, text in rows(file):
+                answer = await endpoint(Request("POST", path.partition("?")[0], {}, json.dumps(body).encode()))
+                assert (answer.status == 200) == (text is not None), answer.body
+            return await session.close(), list(prompts.values()), dict(said)
+
+    return asyncio.run(asyncio.wait_for(go(), 120))
+
+
+@pytest.mark.parametrize("file", RECORDINGS, ids=lambda f: f.name.partition(".")[0])
+def test_a_recorded_session(file: Path, tmp_path: Path, renderer: Renderer) -> None:
+    """pains 21, 22: ids, log-probs and versions are the engine's; what lies above a call is the prompt that was sent; 95 % of it is trained."""
+    outcome, prompts, said = replay(file, tmp_path, renderer)
+    arrays = outcome.graph.arrays()
+    complete = [c for c in outcome.calls if c.status is CallStatus.COMPLETE]
+    check_graph(Found(outcome), arrays, prompts)
+    for t in outcome.trajectories:
+        flat = flatten(outcome.graph.nodes, t, arrays)
+        for span in flat.calls:
+            drawn = [*renderer.template.tokenizer.encode(said[span.call_id]).ids, renderer.end_id]
+            assert flat.token_ids[span.start : span.end].tolist() == drawn
+    trained = sum(t.n_trainable for t in outcome.trajectories)
+    total = trained + outcome.left_out.tokens
+    assert 0 < total <= sum(c.n_completion for c in complete)
+    print(f"{file.name}: {trained} of {total} trainable tokens with J_max {J_MAX}, {sum(c.n_completion for c in complete)} sampled")
+    assert trained >= 0.95 * total
+    assert FIRST.step == 0  # what check_graph looks for
+
+
+class Found:
+    """A closed session in the shape of a message."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.nodes, self.calls, self.trajectories = outcome.graph.nodes, outcome.calls, outcome.trajectories
+
+
+@pytest.mark.parametrize("file", RECORDINGS, ids=lambda f: f.name.partition(".")[0])
+def test_no_word_of_theirs_is_kept(file: Path) -> None:
+    assert all(redact(body) == body for _, body, _ in rows(file))
+
+
+def test_all_six_are_recorded() -> None:
+    names = {file.name.partition(".")[0] for file in RECORDINGS}
+    assert {f"{h}-{s}" for h in ("mini", "pi", "opencode", "qwen-code", "codex", "claude-code") for s in ("plain", "rough")} <= names
