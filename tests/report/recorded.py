@@ -1,14 +1,17 @@
 """A run with one recorded execution, made with the real graph, choice and ledger: a tool call, a retry, a compaction, a sub-agent, an aborted call.
 
-The tokenizer knows single bytes and the control tokens of a family, so tokens are the text's letters. Valid, not sampled.
+`python tests/report/recorded.py DIR` writes one to draw. The tokenizer knows single bytes and the control tokens of a family, so tokens are letters.
+Valid, not sampled.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 from array import array
 from pathlib import Path
 
+from msgspec import structs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gyre.buffer.ledger import Ledger
@@ -39,10 +42,10 @@ def turn(role: str, text: str) -> str:
     return f"<|im_start|>{role}\n{text}<|im_end|>\n"
 
 
-def calls() -> list[tuple[str, str, LeafClass, CallStatus]]:
+def calls(more: str) -> list[tuple[str, str, LeafClass, CallStatus]]:
     """Prompt, completion, class, status of each call."""
     main, ask = turn("system", SECRET), "<|im_start|>assistant\n"
-    first = main + turn("user", f"List the files. {HOSTILE}") + ask
+    first = main + turn("user", f"List the files.{more}") + ask
     told = first + TOOL + "<|im_end|>\n" + turn("user", "<tool_response>\na.txt\n</tool_response>") + ask
     compact = turn("system", SECRET) + turn("user", "Summary: it listed a.txt.") + turn("assistant", "I go on.") + turn("user", "Go on.") + ask
     sub = turn("system", "You search.") + turn("user", "Find a.txt") + ask
@@ -54,27 +57,62 @@ def calls() -> list[tuple[str, str, LeafClass, CallStatus]]:
     ]  # fmt: skip
 
 
-def write(folder: Path, control: tuple[str, ...] = CHATML, j_max: int = 3) -> Path:
-    """A run directory with its model's tokenizer beside it."""
+def write(folder: Path, control: tuple[str, ...] = CHATML, j_max: int = 3, more: str = f" {HOSTILE}") -> Path:
+    """A run directory with its model's tokenizer beside it. `more`: what else the user says."""
     run, model = folder / "run", folder / "model"
     model.mkdir(parents=True)
     words = tokenizer(control)
     words.save(str(model / "tokenizer.json"))
-    graph, asked = PrefixGraph(), calls()
-    for i, (prompt, completion, _, _) in enumerate(asked):
-        ids = i32(words.encode(completion).ids)
-        graph.insert(f"c{i + 1}", i32(words.encode(prompt).ids), ids, f32([-0.5] * len(ids)), i32([0] * len(ids)))
-    out = graph.export()
-    records = [
-        CallRecord(f"c{i}", *out.calls[f"c{i}"], status, "stop", leaf, "cell0", float(i), i + 0.5, len(words.encode(p).ids), len(words.encode(c).ids))
-        for i, (p, c, leaf, status) in enumerate(asked, 1)
-    ]
-    trajectories = select(out.nodes, records, {"c1"}, j_max, random.Random(0))
-    arrays: dict[str, array[int] | array[float]] = out.arrays()
-    _store(run, RolloutEnded(id="m", rollout_id="g0.0", epoch=0, ending=Ending.FINISHED, reward=1.0, rewards={"reward": 1.0}, nodes=out.nodes,
-                             calls=records, trajectories=trajectories, cells=["cell0"], harness="mini -t x"), arrays)  # fmt: skip
-    (run / "run.toml").write_text(f'[model]\npath = "{model}"\n')
+    graph, asked = PrefixGraph(), calls(more)
+    records = []
+    for i, (prompt, completion, leaf, status) in enumerate(asked, 1):
+        n = _insert(graph, f"c{i}", i32(words.encode(prompt).ids), i32(words.encode(completion).ids))
+        records.append(CallRecord(f"c{i}", -1, -1, status, "stop", leaf, "cell0", float(i), i + 0.5, *n))
+    _finish(run, graph, records, {"c1"}, j_max, model)
     return run
+
+
+def large(folder: Path, n_calls: int = 500, tokens: int = 1_000_000) -> Path:
+    """An execution of so many calls whose graph has so many tokens: it compacts every 50 calls, and every tenth call has a sub-agent's of its own."""
+    run, model = folder / "run", folder / "model"
+    model.mkdir(parents=True)
+    words, draw = tokenizer(), random.Random(1)
+    words.save(str(model / "tokenizer.json"))
+    graph, records, n_each = PrefixGraph(), [], tokens // n_calls // 2
+
+    def said(role: str, n: int = n_each) -> array[int]:
+        return i32(words.encode(turn(role, "".join(draw.choices("abcdefgh \n", k=n)))).ids)
+
+    ask = i32(words.encode("<|im_start|>assistant\n").ids)
+    main, helper = said("system", 500), said("system", 100)
+    for i in range(n_calls):
+        if i % 50 == 0:
+            main = main[:500] + said("user")
+        sub = i % 10 == 9
+        prompt = (helper + said("user") if sub else main) + ask
+        completion = said("x")[3:]
+        n = _insert(graph, f"c{i}", prompt, completion)
+        leaf = LeafClass.SUB_AGENT if sub else LeafClass.MAIN
+        records.append(CallRecord(f"c{i}", -1, -1, CallStatus.COMPLETE, "stop", leaf, "cell0", float(i), i + 0.5, *n))
+        if not sub:
+            main = (main if i % 7 == 3 else prompt + completion) + said("user")  # now and then a reply is dropped
+    _finish(run, graph, records, {r.call_id for r in records}, 5, model)
+    return run
+
+
+def _insert(graph: PrefixGraph, call_id: str, prompt: array[int], completion: array[int]) -> tuple[int, int]:
+    graph.insert(call_id, prompt, completion, f32([-0.5] * len(completion)), i32([0] * len(completion)))
+    return len(prompt), len(completion)
+
+
+def _finish(run: Path, graph: PrefixGraph, records: list[CallRecord], adopted: set[str], j_max: int, model: Path) -> None:
+    out = graph.export()
+    records = [structs.replace(r, prompt_node=out.calls[r.call_id].prompt_node, node=out.calls[r.call_id].node) for r in records]
+    trajectories = select(out.nodes, records, adopted, j_max, random.Random(0))
+    message = RolloutEnded(id="m", rollout_id="g0.0", epoch=0, ending=Ending.FINISHED, reward=1.0, rewards={"reward": 1.0}, nodes=out.nodes,
+                           calls=records, trajectories=trajectories, cells=["cell0"], harness="mini -t x")  # fmt: skip
+    _store(run, message, out.arrays())
+    (run / "run.toml").write_text(f'[model]\npath = "{model}"\n')
 
 
 def _store(run: Path, message: RolloutEnded, arrays: dict[str, array[int] | array[float]]) -> None:
@@ -91,3 +129,7 @@ def _store(run: Path, message: RolloutEnded, arrays: dict[str, array[int] | arra
     ]  # fmt: skip
     ledger.commit(dict(enumerate(rows)), [], [])
     ledger.close()
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), more="")
