@@ -9,14 +9,36 @@ import click
 
 from gyre import cli
 
-KINDS = ["trajectories", "rollouts", "groups", "calls", "steps", "queries", "evals", "events"]
+KINDS = ["trajectories", "rollouts", "groups", "calls", "graphs", "steps", "queries", "evals", "events"]
+
+
+class _Offered(dict[str, Any]):
+    """Which tools a harness offered is not on record: any."""
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
+def _parse(text: str, id_prefix: str) -> dict[str, Any]:
+    """A completion as a message, by the gateway's own parser; how the model writes tool calls is told by the text."""
+    from gyre.sandbox.gateway.parse import Format, parse
+
+    form = Format.XML if "<function=" in text else Format.HERMES if "<tool_call>" in text else Format.LLAMA
+    return parse(text, id_prefix, offered=_Offered(), form=form)
 
 
 @click.command()
 @cli.common(run=False)
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--kind", type=click.Choice(KINDS), default="trajectories", show_default=True, help="What to dump.")
-@click.option("--format", "form", type=click.Choice(["jsonl", "msgpack"]), default="jsonl", show_default=True, help="Bytes of a record.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["jsonl", "msgpack", "parquet", "atif"]),
+    default="jsonl",
+    show_default=True,
+    help="Bytes of a record; parquet needs the extra gyre[dump], atif is for trajectories.",
+)
 @click.option("-o", "output", type=click.Path(path_type=Path, dir_okay=False), help="Write to this file.")
 @click.option("--step", "steps", metavar="A:B", help="Only what steps A to B - 1 consumed.")
 @click.option("--group", help="Only this group.")
@@ -24,43 +46,29 @@ KINDS = ["trajectories", "rollouts", "groups", "calls", "steps", "queries", "eva
 @click.option("--eval", "evaluation", is_flag=True, help="Evaluation rollouts too (not with --step).")
 @click.option("--fields", metavar="A,B", help="Only these fields, in this order.")
 @click.option("--no-tokens", is_flag=True, help="Leave out token arrays.")
+@click.option("--redact-system", is_flag=True, help="Leave out what system messages say: the harness's prompt and its tools.")
 @click.option("--count", is_flag=True, help="Print only the number of records.")
 @click.option("--follow", is_flag=True, help="Go on with each step as it is committed, until the run is finished.")
 def main(
     run_dir: Path, kind: str, form: str, output: Path | None, steps: str | None, group: str | None, rollout: str | None, evaluation: bool,
-    fields: str | None, no_tokens: bool, count: bool, follow: bool, **options: Any,
+    fields: str | None, no_tokens: bool, redact_system: bool, count: bool, follow: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Write a run's records, one after the other: trajectories with their tokens, or what else --kind names. A run under way can be read."""
 
     def run() -> None:
         cli.start_logging(options["log_level"], options["json_logs"])
-        from contextlib import nullcontext
-
         from gyre.report import dump
         from gyre.report.read import RunReader, Selection
 
+        names = [f.strip() for f in fields.split(",")] if fields else []
+        dump.check(kind, form, names, tokens=not no_tokens)
         first, last = dump.parse_steps(steps)
         if output is not None:
             cli.writable(output)
         selection = Selection(first_step=first, last_step=last, group_id=group, rollout_id=rollout, evaluation=evaluation)
-        encode, names = dump.FORMATS[form], [f.strip() for f in fields.split(",")] if fields else []
-        with RunReader(run_dir) as reader, output.open("wb") if output is not None else nullcontext(cli.stdout()) as out:
-            found = (
-                dump.follow(run_dir, kind, selection, tokens=not no_tokens) if follow else dump.records(reader, kind, selection, tokens=not no_tokens)
-            )
-            n = 0
-            for record in found:
-                if record is not None:
-                    n += 1
-                    if not count:
-                        out.write(encode(dump.pick(record, names) if names else record))
-                elif dump.reader_gone(out.fileno()):
-                    raise BrokenPipeError
-                if follow:
-                    out.flush()
-            if count:
-                out.write(f"{n}\n".encode())
-            out.flush()
+        with RunReader(run_dir, redact_system=redact_system) as reader:
+            found = (dump.follow if follow else dump.records)(reader, kind, selection, tokens=not no_tokens)
+            dump.write(found, output, "count" if count else form, names, reader, _parse, flush=follow)
 
     cli.guarded(run)
 

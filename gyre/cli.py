@@ -165,6 +165,7 @@ EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "safetensors", "numpy"), "train"),
     **dict.fromkeys(("h11", "jinja2", "tokenizers", "pyseccomp"), "sandbox"),
     "matplotlib": "report",
+    "pyarrow": "dump",
 }
 """Packages that the base installation lacks, and the extra that brings each."""
 

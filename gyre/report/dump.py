@@ -1,4 +1,4 @@
-"""A run's records as a stream: what to read, which fields, in which bytes.
+"""A run's records as a stream: what to read, which fields. In which bytes is formats.py's business.
 
 `follow` yields the records of each step once it is committed, until the run is finished. Should the core go back to an older checkpoint, steps it
 replays are not yielded again.
@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from gyre import cli
 from gyre.errors import UsageError
 from gyre.events import EventReader
+from gyre.report import formats
+from gyre.report.atif import Parse
 from gyre.report.read import Record, RunReader, Selection
 
-KINDS: Final = ("trajectories", "rollouts", "groups", "calls", "steps", "queries", "evals", "events")
-FORMATS: Final[dict[str, Callable[[Record], bytes]]] = {
-    "jsonl": lambda r: msgspec.json.encode(r) + b"\n",
-    "msgpack": msgspec.msgpack.encode,  # one map after the other: read them with msgpack.Unpacker
-}
 _POLL_S: Final = 0.5
 _ARRAYS: Final = ("token_ids", "loss_mask", "logprobs", "versions", "prompt_ids")
 
@@ -40,6 +39,27 @@ def parse_steps(text: str | None) -> tuple[int | None, int | None]:
     return lo, hi
 
 
+def check(kind: str, form: str, fields: list[str], *, tokens: bool) -> None:
+    """Whether what was asked for goes together and can be written here. Raises `UsageError`, or `ModuleNotFoundError` for what is not installed."""
+    if form == "atif" and (kind != "trajectories" or fields or not tokens):
+        raise UsageError("--format atif", "is for whole trajectories", "leave out --kind, --fields and --no-tokens")
+    if form == "parquet":
+        import pyarrow.parquet  # noqa: F401  (before an output file is emptied)
+
+
+def write(found: Iterable[Record | None], output: Path | None, form: str, fields: list[str], reader: RunReader, parse: Parse, *, flush: bool) -> None:
+    """Write records to `output`, or stdout; `flush`: each at once. Raises `BrokenPipeError` when nobody reads any more."""
+    encode = formats.of_form(form, reader, parse)  # before the file is emptied, for it may fail
+    with output.open("wb") if output is not None else nullcontext(cli.stdout()) as out, closing(encode(out)) as sink:
+        for record in found:
+            if record is not None:
+                sink.write(pick(record, fields) if fields else record)
+            elif reader_gone(out.fileno()):
+                raise BrokenPipeError
+            if flush:
+                out.flush()
+
+
 def records(reader: RunReader, kind: str, selection: Selection, *, tokens: bool) -> Iterator[Record]:
     """The records of one kind."""
     match kind:
@@ -48,6 +68,8 @@ def records(reader: RunReader, kind: str, selection: Selection, *, tokens: bool)
         case "calls":
             for record in reader.calls(selection):
                 yield record if tokens else {k: v for k, v in record.items() if k not in _ARRAYS}
+        case "graphs":
+            yield from reader.graphs(selection, tokens=tokens)
         case "rollouts":
             yield from reader.rollouts(selection)
         case "groups":
@@ -62,10 +84,10 @@ def records(reader: RunReader, kind: str, selection: Selection, *, tokens: bool)
             yield from (msgspec.to_builtins(e) for e in reader.events())
 
 
-def follow(run_dir: Path, kind: str, selection: Selection, *, tokens: bool) -> Iterator[Record | None]:
+def follow(run: RunReader, kind: str, selection: Selection, *, tokens: bool) -> Iterator[Record | None]:
     """Records as they become final, until the run is finished; None now and then, so that the caller notices a closed pipe."""
     step = (selection.first_step or 1) - 1
-    log = EventReader(run_dir / "events.jsonl")
+    log = EventReader(run.run_dir / "events.jsonl")
     seen: set[str] = set()
     finished = False
     while True:
@@ -74,19 +96,18 @@ def follow(run_dir: Path, kind: str, selection: Selection, *, tokens: bool) -> I
                 finished = event.kind != "buffer_started"  # the buffer may have been started again, for more steps
             if kind == "events":
                 yield msgspec.to_builtins(event)
-        with RunReader(run_dir) as reader:
-            if kind in ("queries", "evals"):
-                for record in records(reader, kind, selection, tokens=tokens):
-                    key = record["query_id" if kind == "queries" else "eval_id"]
-                    if key not in seen:
-                        seen.add(key)
-                        yield record
-            elif kind != "events":
-                last = max((s.step for s in reader.step_rows()), default=0)
-                last = min(last, selection.last_step) if selection.last_step is not None else last
-                if last > step:
-                    yield from records(reader, kind, msgspec.structs.replace(selection, first_step=step + 1, last_step=last), tokens=tokens)
-                    step = last
+        if kind in ("queries", "evals"):
+            for record in records(run, kind, selection, tokens=tokens):
+                key = record["query_id" if kind == "queries" else "eval_id"]
+                if key not in seen:
+                    seen.add(key)
+                    yield record
+        elif kind != "events":
+            last = max((s.step for s in run.step_rows()), default=0)
+            last = min(last, selection.last_step) if selection.last_step is not None else last
+            if last > step:
+                yield from records(run, kind, msgspec.structs.replace(selection, first_step=step + 1, last_step=last), tokens=tokens)
+                step = last
         if finished:
             return
         yield None

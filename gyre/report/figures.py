@@ -1,4 +1,4 @@
-"""Figures from a run's numbers: moving averages, bars. Pure text; no terminal, no files."""
+"""What drawings share: colours, moving averages, bars, units. Pure; no terminal, no files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
+BLUE, ORANGE, GREEN, PINK, SKY, RED, INK, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#222222", "#8A8A8A"
+SERIES: Final = (BLUE, ORANGE, GREEN, PINK, SKY, RED)  # Okabe and Ito's, told apart by colour-blind eyes
 _TICKS: Final = "▁▂▃▄▅▆▇█"
 _CONTROL: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 

@@ -1,6 +1,6 @@
 """Drawings along a run's time: roles of the cells, one burst, slots.
 
-Colours are Okabe and Ito's, told apart by colour-blind eyes, and of different lightness where they lie next to each other. Each function draws
+Colours are of different lightness where they lie next to each other. Each function draws
 into a (sub)figure of its own; what is too small or too much for a line of text is left out.
 """
 
@@ -17,12 +17,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from gyre.report import timeline
-from gyre.report.figures import unit
+from gyre.report.figures import BLUE, GREEN, GREY, INK, ORANGE, PINK, RED, SERIES, SKY, unit
 from gyre.report.timeline import Burst, Mark, MarkKind, RoleSpan, Timeline
 from gyre.rules.roles import CellPhase
 
-BLUE, ORANGE, GREEN, PINK, SKY, RED, INK, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#222222", "#8A8A8A"
-SERIES: Final = (BLUE, ORANGE, GREEN, PINK, SKY, RED)
 PHASES: Final = {
     CellPhase.ROLLOUT: ("#C6E2F5", "rollout"),
     CellPhase.TO_TRAIN: (ORANGE, "turning to training"),

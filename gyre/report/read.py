@@ -4,6 +4,7 @@ Invariants
 - The ledger is opened read-only (SQLite URI `mode=ro`), payloads by position; a run under way can be read, and what is seen was committed.
 - Records are plain dicts of JSON types with a stable order of keys; NaN becomes null. `trajectories` yields "gyre.trajectory/1" as docs name it.
 - Nothing is held in memory beyond one group's rows and one execution's payload.
+- With `redact_system`, no record holds a token or a word of a system message.
 
 Not here: formats and output (gyre-dump), figures (gyre-report).
 """
@@ -11,9 +12,13 @@ Not here: formats and output (gyre-dump), figures (gyre-report).
 from __future__ import annotations
 
 import datetime
+import logging
 import math
 import sqlite3
+import tomllib
+from array import array
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +26,7 @@ import msgspec
 
 from gyre.errors import UsageError
 from gyre.events import Event, EventReader
+from gyre.report import conversation
 from gyre.rules import staleness
 from gyre.trajectory.flatten import flatten
 from gyre.trajectory.flatten import offsets as starts_of
@@ -74,8 +80,8 @@ ALL: Final = Selection()
 class RunReader:
     """A run directory, read-only. Raises `UsageError` when there is no ledger in it. A context manager."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
+    def __init__(self, run_dir: Path, *, redact_system: bool = False) -> None:
+        self.run_dir, self._redact = run_dir, redact_system
         path = run_dir / "ledger.db"
         if not path.is_file():
             raise UsageError(str(run_dir), "holds no ledger.db", "give the directory of a run")
@@ -126,7 +132,18 @@ class RunReader:
         """An execution's prefix graph with its arrays; None if it sent none. Raises `WorkFailed` when the payload is damaged."""
         if row.segment is None:
             return None
-        return payload.parse(self._payloads.read(Place(row.segment, row.offset, row.length)))
+        message, arrays = payload.parse(self._payloads.read(Place(row.segment, row.offset, row.length)))
+        return message, conversation.without_system(self.conversations, message.nodes, arrays) if self._redact else arrays
+
+    @cached_property
+    def conversations(self) -> conversation.Conversations:
+        """Reads text from tokens. Raises `UsageError` when the model's tokenizer is not where the run's configuration says."""
+        file = self.run_dir / "run.toml"
+        try:
+            model = tomllib.loads(file.read_text(encoding="utf-8")).get("model", {}).get("path", "")
+        except (OSError, ValueError) as e:
+            raise UsageError(str(file), f"cannot be read ({e})", "it says where the model is, whose tokenizer is needed for text") from None
+        return conversation.Conversations(self.run_dir / model)
 
     # --- records ---
 
@@ -206,6 +223,32 @@ class RunReader:
                     "prompt_ids": [x for n in reversed(path) for x in ids[offsets[n] : offsets[n + 1]]], "token_ids": spans["token_ids"],
                     "logprobs": finite(spans["logprobs"]), "versions": [v if v >= 0 else None for v in spans["versions"]],
                 }  # fmt: skip
+
+    def graphs(self, selection: Selection = ALL, *, tokens: bool = True, most: int | None = None) -> Iterator[Record]:
+        """Prefix graphs whole, every token once: what gyre-graph draws. Messages have the words of their first `most` tokens, if the run's tokenizer
+        can be had; else there are no messages, and a warning."""
+        try:
+            c: conversation.Conversations | None = self.conversations
+        except (UsageError, ModuleNotFoundError) as e:
+            logging.getLogger(__name__).warning("messages are not shown: %s", e)
+            c = None
+        for g, r in self._pairs(selection):
+            read = self.graph(r)
+            if read is None:
+                continue
+            message, arrays = read
+            nodes, ids = msgspec.to_builtins(message.nodes), array("i", arrays["token_ids"])
+            if c is not None:
+                for node, pieces in zip(nodes, conversation.roles(c, message.nodes, ids), strict=True):
+                    node["messages"] = [{"role": p.role, "n_tokens": p.end - p.start, "text": c.text(ids, p, most)} for p in pieces]
+            record = {
+                **self._head(g, r), "schema": "gyre.graph/1", **_outcome(r), "harness": r.harness, "nodes": nodes,
+                "calls": [msgspec.structs.asdict(x) for x in message.calls], "trajectories": msgspec.to_builtins(message.trajectories),
+            }  # fmt: skip
+            if tokens:
+                record |= {"token_ids": ids.tolist(), "logprobs": finite(arrays["logprobs"]),
+                           "versions": [v if v >= 0 else None for v in arrays["versions"]]}  # fmt: skip
+            yield record
 
     def steps(self, selection: Selection = ALL) -> Iterator[Record]:
         """Committed steps with their statistics and the core's metrics."""

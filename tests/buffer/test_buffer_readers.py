@@ -15,7 +15,7 @@ from gyre.net.endpoints import endpoint
 from gyre.net.sockets import Client, mint
 from gyre.net.worker import Worker
 from gyre.report import dump
-from gyre.report.read import Selection
+from gyre.report.read import RunReader, Selection
 from gyre.types import Version
 from gyre.wire import messages as w
 
@@ -82,7 +82,7 @@ def test_following_goes_on_when_a_finished_run_is_continued(tmp_path: Path) -> N
         writer.close()
 
     write(0, 4)
-    following = dump.follow(tmp_path, "events", Selection(), tokens=False)
+    following = dump.follow(RunReader(tmp_path), "events", Selection(), tokens=False)
     assert [e and e["kind"] for e in itertools.islice(following, 5)] == [*kinds[:4], None]
     write(4, 5)
     assert [e and e["kind"] for e in following] == ["finished"]

@@ -130,6 +130,10 @@ def test_dump_and_report_of_a_run(refused: str, tmp_path: Path) -> None:
     for kind in ("rollouts", "groups", "calls", "steps", "queries", "evals", "events"):
         done = slim(refused, "gyre-dump", run_dir, "--kind", kind, "--count")
         assert (done.returncode, done.stdout) == (0, "0\n" if kind in ("evals", "events") else "1\n"), done.stderr
+    done = slim(refused, "gyre-dump", run_dir, "--format", "parquet")
+    assert done.returncode == 2 and "pip install 'gyre[dump]'" in done.stderr and done.stderr.count("\n") == 1
+    done = slim(refused, "gyre-graph", run_dir)
+    assert done.returncode == 0 and "5 tokens · 1 call" in done.stdout and "messages are not shown" in done.stderr
     done = slim(refused, "gyre-report", run_dir, "--format", "json")
     assert done.returncode == 0 and json.loads(done.stdout)["reward"]["last"] == 1.0, done.stderr
     done = slim(refused, "gyre-report", run_dir)
