@@ -11,26 +11,24 @@ Tools that the service itself would run (web search, code execution) are left ou
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
 
 from gyre.sandbox.gateway.protocol import (
-    POLICY,
     STATUS,
     Answer,
     Ask,
     Fault,
     Recall,
     Refusal,
+    Request,
     Turn,
     decode,
     encode,
     event,
     function_tool,
-    is_none,
-    overruled,
-    positive,
+    make_ask,
 )
 from gyre.trajectory.match import Message, UnsupportedContent
 
@@ -51,17 +49,11 @@ _OVERLOADED: Final = 529
 _BILLING: Final = "x-anthropic-billing-header:"  # a header in a system block's clothes: it changes from call to call and is no part of the prompt
 
 
-class _Request(msgspec.Struct):
+class _Request(Request, kw_only=True):
     messages: list[dict[str, Any]]
-    model: Annotated[str, msgspec.Meta(max_length=1024)] = POLICY
     system: str | list[Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    stream: bool | None = False
     max_tokens: int | None = None
     thinking: Any = None
-    temperature: Any = None
-    top_p: Any = None
     top_k: Any = None
     stop_sequences: Any = None
     output_config: Any = None
@@ -84,15 +76,7 @@ class Anthropic:
         for message in request.messages:
             messages += self._messages(message)
         tools = [function_tool(t.get("name"), t.get("description"), t["input_schema"]) for t in request.tools or () if "input_schema" in t]
-        ask = Ask(
-            api="messages",
-            model=request.model,
-            messages=messages,
-            tools=None if is_none(request.tool_choice) else tools or None,
-            max_tokens=positive(request.max_tokens),
-            stream=bool(request.stream),
-            asked=overruled(request, _SAMPLING),
-        )
+        ask = make_ask("messages", request, messages, tools, _SAMPLING, request.max_tokens)
         return _AnthropicTurn(ask, isinstance(request.thinking, dict) and request.thinking.get("type") in ("enabled", "adaptive"))
 
     def count(self, n_tokens: int) -> bytes:

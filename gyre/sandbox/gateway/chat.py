@@ -11,11 +11,11 @@ Model names and when to refuse are the endpoint's business.
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
 
-from gyre.sandbox.gateway.protocol import POLICY, STATUS, Answer, Ask, Fault, Refusal, Turn, decode, encode, event, is_none, overruled, positive
+from gyre.sandbox.gateway.protocol import STATUS, Answer, Ask, Fault, Refusal, Request, Turn, decode, encode, event, make_ask
 
 _CODES: Final = {  # kind, code
     Fault.MALFORMED: ("invalid_request_error", None),
@@ -38,18 +38,12 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = False
 
 
-class _Request(msgspec.Struct):
+class _Request(Request, kw_only=True):
     messages: list[dict[str, Any]]
-    model: Annotated[str, msgspec.Meta(max_length=1024)] = POLICY  # it is echoed in every chunk
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    stream: bool | None = False
     stream_options: _StreamOptions | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     n: int | None = None
-    temperature: Any = None
-    top_p: Any = None
     top_k: Any = None
     min_p: Any = None
     frequency_penalty: Any = None
@@ -93,15 +87,7 @@ class Chat:
             raise Refusal(Fault.MALFORMED, "messages is empty")
         if request.n not in (None, 1):
             raise Refusal(Fault.UNSUPPORTED, "only n = 1 is served")
-        ask = Ask(
-            api="chat",
-            model=request.model,
-            messages=request.messages,
-            tools=None if is_none(request.tool_choice) else request.tools,
-            max_tokens=positive(request.max_tokens, request.max_completion_tokens),
-            stream=bool(request.stream),
-            asked=overruled(request, _SAMPLING),
-        )
+        ask = make_ask("chat", request, request.messages, request.tools, _SAMPLING, request.max_tokens, request.max_completion_tokens)
         return _ChatTurn(ask, request.stream_options is not None and bool(request.stream_options.include_usage))
 
     def count(self, n_tokens: int) -> bytes:

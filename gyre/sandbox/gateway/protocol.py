@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from enum import StrEnum
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Annotated, Any, Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -155,6 +155,30 @@ def _recorded(value: Any) -> bool | int | float | str:
         except (RecursionError, ValueError):
             return "nested too deeply"
     return str(value)[:_TEXT] if isinstance(value, (str, float)) else str(type(value).__name__)
+
+
+class Request(msgspec.Struct, kw_only=True):
+    """What requests of all protocols have; `model` is echoed in every chunk."""
+
+    model: Annotated[str, msgspec.Meta(max_length=1024)] = POLICY
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    stream: bool | None = False
+    temperature: Any = None
+    top_p: Any = None
+
+
+def make_ask(api: str, request: Request, messages: list[Any], tools: list[Any] | None, sampling: Iterable[str], *limits: int | None) -> Ask:
+    """A request in the internal form. `sampling` names the parameters that the run's overrule; the smallest limit of tokens holds."""
+    return Ask(
+        api=api,
+        model=request.model,
+        messages=messages,
+        tools=None if is_none(request.tool_choice) else tools or None,
+        max_tokens=positive(*limits),
+        stream=bool(request.stream),
+        asked=overruled(request, sampling),
+    )
 
 
 def positive(*limits: int | None) -> int | None:

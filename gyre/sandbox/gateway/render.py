@@ -150,7 +150,8 @@ class Renderer:
         for reply in replies:
             stand_ins[reply.place] = self._stand_in(messages[reply.place], reply.reasons)
         text = self.template.render(stand_ins, shown.tools, reply_follows=True)
-        if _digest(text[: before.length].encode()) != before.digest:
+        digest = blake2b(text[: before.length].encode(), digest_size=16)
+        if digest.digest() != before.digest:
             return None
         at = text.find(_REPLY, before.length)
         if at < 0 or (replies[-1].reasons and text.find(_REASONING, before.length, at) < 0):
@@ -159,7 +160,9 @@ class Renderer:
         if end < 0:
             return None
         bridge = self.template.encode(text[end + len(self.end_text) :] if ended else text[end:], context)
-        return Rendered(history + bridge, self._before(text), True)
+        length = self._unopened(text)
+        digest.update(text[before.length : length].encode())  # the earlier part is not looked at twice
+        return Rendered(history + bridge, Before(length, digest.digest()), True)
 
     def count_reasoning(self, ids: array[int]) -> int:
         """Tokens of a completion up to the end of its reasoning, which it has; all of them if that was cut off."""
@@ -168,9 +171,12 @@ class Renderer:
         return next((i + 1 for i, token in enumerate(ids) if token == self._unthink), len(ids))
 
     def _before(self, text: str) -> Before:
-        if self.opening and text.endswith(self.opening):
-            text = text[: -len(self.opening)]
-        return Before(len(text), _digest(text.encode()))
+        length = self._unopened(text)
+        return Before(length, _digest(text[:length].encode()))
+
+    def _unopened(self, text: str) -> int:
+        """Length of a prompt's text without the opening of the reply."""
+        return len(text) - len(self.opening) if text.endswith(self.opening) else len(text)
 
     def _find_end(self) -> tuple[str, int | None]:
         """The token that ends an assistant's turn: the first added token that the template writes behind the reply."""

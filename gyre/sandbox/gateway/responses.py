@@ -17,27 +17,25 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from gyre.sandbox.gateway.chat import openai_code, openai_error, openai_message
 from gyre.sandbox.gateway.protocol import (
-    POLICY,
     STATUS,
     Answer,
     Ask,
     Fault,
     Recall,
     Refusal,
+    Request,
     Turn,
     decode,
     encode,
     event,
     function_tool,
-    is_none,
-    overruled,
-    positive,
+    make_ask,
 )
 from gyre.trajectory.match import Message, UnsupportedContent
 
@@ -46,21 +44,15 @@ _OURS: Final = re.compile(r"(call_c\d+)_\d+")  # a tool call's id: the part befo
 _CUSTOM: Final = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
-class _Request(msgspec.Struct):
+class _Request(Request, kw_only=True):
     input: str | list[dict[str, Any]] | None = None
-    model: Annotated[str, msgspec.Meta(max_length=1024)] = POLICY
     instructions: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    stream: bool | None = False
     store: bool | None = True
     background: bool | None = False
     conversation: Any = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = None
     max_tool_calls: Any = None
-    temperature: Any = None
-    top_p: Any = None
     reasoning: Any = None
     text: Any = None
     truncation: Any = None
@@ -106,15 +98,7 @@ class Responses:
                 given += [t for t in item["tools"] if isinstance(t, dict)]
         tools, callable_ = _tools(given)
         messages = _Items(self._recall, earlier).read(items)
-        ask = Ask(
-            api="responses",
-            model=request.model,
-            messages=[*_instructions(request.instructions), *messages],
-            tools=None if is_none(request.tool_choice) else tools or None,
-            max_tokens=positive(request.max_output_tokens),
-            stream=bool(request.stream),
-            asked=overruled(request, _SAMPLING),
-        )
+        ask = make_ask("responses", request, [*_instructions(request.instructions), *messages], tools, _SAMPLING, request.max_output_tokens)
         self._count += 1
         turn = _ResponsesTurn(ask, f"resp_{self._count}", request.previous_response_id, callable_)
         if request.store is not False:

@@ -38,6 +38,7 @@ from gyre.errors import UsageError
 _CACHED_TEXTS: Final = 512
 _CACHED_CHARS: Final = 16_384  # longer texts are not worth their memory in the cache
 _CUT: Final = "\ufdd0"  # a code point that is no character: the text is tokenised apart on both sides of it
+_encoder: Final = json.JSONEncoder(ensure_ascii=False)
 _CONTROL: Final = re.compile(r"<[|｜].*[|｜]>", re.S)  # some tokenizers forget to declare these special
 
 
@@ -73,6 +74,8 @@ def _raise_exception(message: str) -> None:
 
 
 def _tojson(x: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+    if not (ensure_ascii or indent or separators or sort_keys):
+        return _encoder.encode(x)
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
