@@ -64,13 +64,13 @@ class Tree:
             query = torch.arange(n, device=end_T.device)[:, None]
             some = (query >= query.T) & (query * _BLOCK < padded.amax(1)[None])
             all_ = (query > query.T) & ((query + 1) * _BLOCK <= padded.amin(1)[None])
-            tables = [x for wanted in (some & ~all_, all_) for x in _table(wanted)]
+            partly, wholly = _table(some & ~all_), _table(all_)
 
             def allowed(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
                 return (k <= q) & (q < end_T[k])
 
             t = len(end_T)
-            self._block_mask = BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=_BLOCK, mask_mod=allowed, seq_lengths=(t, t))
+            self._block_mask = BlockMask.from_kv_blocks(*partly, *wholly, BLOCK_SIZE=_BLOCK, mask_mod=allowed, seq_lengths=(t, t))
         return self._block_mask
 
 
@@ -135,7 +135,7 @@ def attend(
     tree.reached += 1
     scale = others.get("scaling")
     if query_BHTD.is_cuda:
-        return flex_attention_forward(module, query_BHTD, key_BHTD, value_BHTD, tree.block_mask, scaling=scale)  # type: ignore[arg-type]
+        return flex_attention_forward(module, query_BHTD, key_BHTD, value_BHTD, tree.block_mask, scaling=scale)
     return _by_branch(query_BHTD, key_BHTD, value_BHTD, tree.branches, scale).transpose(1, 2).contiguous(), None
 
 

@@ -346,9 +346,25 @@ def gateway_throughput() -> Figure:
     return f"gateway: {ROLLOUTS} rollouts, a slow engine ({cpu * 1e3:.1f} ms of CPU a call)", "tok/s", through, "the engine's wire alone", alone
 
 
+# --- training: a step with prefix trees against rows ----------------------------------------------------------------------------------------------
+
+
+def prefix_tree() -> Figure:
+    """`tree_step.py` in this process: five trajectories of an execution that was compacted once and edited twice, per second of one processor."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    import torch
+    from tree_step import micro_step, seconds
+
+    torch.set_num_threads(1)
+    data = micro_step("edited")
+    tokens = len(data.token_ids_S)
+    rates = alternate(lambda: tokens / seconds(data, tree=True), lambda: tokens / seconds(data, tree=False))
+    return f"training: prefix trees at J_max = 5, cost {rates[1] / rates[0]:.2f} of rows", "tok/s", *_named(rates, "the same rows apart")
+
+
 BENCHMARKS = {
     "wire": wire, "gateway": gateway, "gateway_throughput": gateway_throughput, "buffer": buffer, "engine": engine, "sandbox": sandbox,
-    "simulator": simulator, "simulator_large": simulator_large,
+    "simulator": simulator, "simulator_large": simulator_large, "prefix_tree": prefix_tree,
 }  # fmt: skip
 
 

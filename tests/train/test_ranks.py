@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ranked import Script, Step, command_of, play, take
 from ranked import weights as published
 from safetensors.torch import load_file
 
-from gyre.config import Config, Model, Train
+from gyre.config import Config, Model, Train, TrajectoryTable
 from gyre.errors import WorkFailed
 from gyre.train import checkpoint
 from gyre.train.group import open_store
@@ -130,6 +131,22 @@ def four(model: Path, steps: list[Step], two: Played, one: Played, tmp_path_fact
 
 def part(found: Found, prefix: str) -> Found:
     return {n.removeprefix(prefix): t for n, t in found.items() if n.startswith(prefix)}
+
+
+def test_trees_on_two_ranks_are_rows_on_one(model: Path, micro_step: MakeMicroStep, tmp_path: Path) -> None:
+    """Executions of two and three trajectories that share 8 and 6 tokens."""
+    shared = [row(50, 8, 3, 1.0), row(51, 6, 2, -0.5)]
+    rows = [*shared]
+    for i, (n, origin) in enumerate([(5, 0), (4, 1), (7, 1)]):
+        ids, _, advantage, _, _, version = shared[origin]
+        rows.append((ids + row(60 + i, n, 0, 0.0)[0], [0] * len(ids) + [1] * n, advantage, 9, None, version))
+    data = micro_step(*rows)
+    named = [msgspec.structs.replace(t, rollout_id=f"e{e}") for t, e in zip(data.trajectories, [0, 1, 0, 1, 1], strict=True)]
+    steps = [Step("step 1", 1, 2, [command_of(replace(data, trajectories=named))])]
+    expected = play(plain(config_of(model, 1)), Script(config_of(model, 1), str(model), steps=steps))
+    config = msgspec.structs.replace(config_of(model, 2), trajectory=TrajectoryTable(max_per_execution=5))
+    process = run(Script(config, str(model), steps=steps), tmp_path)
+    same(expected, finished(process, tmp_path))
 
 
 @pytest.mark.parametrize("ranks", ["two", "four"])
