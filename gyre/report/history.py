@@ -12,6 +12,7 @@ Not here: the ledger, numbers drawn from a timeline (timeline.py).
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Iterable
@@ -117,9 +118,11 @@ class History:
             return
         counts = [(str(e["cell"]), len(e.get("micro_steps", ()))) for e in f.get("entries", ())]
         self._trainers.update(dict.fromkeys(cell for cell, _ in counts))
+        metrics = f.get("metrics") or {}
         self._steps[step] = Step(
-            step, self._at(f.get("opened_at")) or self._now, self._now, self._closed.get(step), self._at(f.get("sealed_at")), tuple(counts)
-        )
+            step, self._at(f.get("opened_at")) or self._now, self._now, self._closed.get(step), self._at(f.get("sealed_at")), tuple(counts),
+            _real((f.get("stats") or {}).get("reward_mean")), _real(metrics.get("grad_norm")), _real(metrics.get("seconds_compute")),
+        )  # fmt: skip
         for group in f.get("groups", ()):
             if group in self._groups:
                 self._groups[group] = replace(self._groups[group], step=step)
@@ -231,6 +234,10 @@ class History:
         return cells, tuple(spans), [] if self._turns else ["roles are fixed: no cell turned"]
 
 
+def _real(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
 def _phase(name: str, otherwise: CellPhase) -> CellPhase:
     return CellPhase(name) if name in set(CellPhase) else otherwise
 
@@ -252,11 +259,13 @@ def from_events(name: str, events: Iterable[Event], **timeouts: float | None) ->
 
 
 def read(run_dir: Path, name: str | None = None) -> Timeline:
-    """The timeline of a run directory, live or finished. Its `events.jsonl` is enough; `run.toml` as resolved gives the time-outs. `name`: its
+    """The timeline of a run directory, live or finished. Its `events.jsonl` is enough; `run.toml` as resolved gives time-outs and budget. `name`: its
     directory's, by default."""
     try:
-        table = tomllib.loads((run_dir / "run.toml").read_text(encoding="utf-8")).get("sandbox", {})
+        tables = tomllib.loads((run_dir / "run.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        table = {}
+        tables = {}
+    table, budget = tables.get("sandbox", {}), tables.get("trajectory", {}).get("max_per_execution")
     found = {k: float(v) for k in ("harness_timeout_s", "overall_timeout_s") if isinstance(v := table.get(k), int | float)}
-    return from_events(plain(name or run_dir.resolve().name), EventReader(run_dir / "events.jsonl").events(), **found)
+    t = from_events(plain(name or run_dir.resolve().name), EventReader(run_dir / "events.jsonl").events(), **found)
+    return replace(t, budget=budget if isinstance(budget, int) else None)

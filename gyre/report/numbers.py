@@ -55,9 +55,19 @@ def as_json(t: Timeline, others: Sequence[Timeline] = ()) -> dict[str, Any]:
             "harness_timeout_s": t.harness_timeout_s, "overall_timeout_s": t.overall_timeout_s,
         },
         "speedup": [{"over": o.name, "steps": [list(x) for x in timeline.speedup(t, o)]} for o in others],
+        "learning": {
+            "budget": t.budget, "compute_s": timeline.compute_per_step(t), "relative": _relative(t, others),
+            "steps": [[s.step, s.score, s.grad_norm, s.compute_s] for s in t.steps if s.score is not None or s.grad_norm is not None],
+        },
         "failure": t.failure or None,
         "messages": list(t.messages),
     }  # fmt: skip
+
+
+def _relative(t: Timeline, others: Sequence[Timeline]) -> dict[str, Any] | None:
+    to = timeline.widest([t, *others])
+    mine, theirs = timeline.compute_per_step(t), timeline.compute_per_step(to)
+    return {"to": to.name, "compute": mine / theirs} if mine is not None and theirs else None
 
 
 def _since(t: Timeline, at: float | None) -> float | None:

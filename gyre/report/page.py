@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from gyre.report import plots
 from gyre.report.figures import clock, plain
+from gyre.report.summary import COLUMNS, cell
 from gyre.report.timeline import Timeline
 
 _CSS: Final = """
@@ -23,11 +24,6 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size
 th, td { text-align: right; padding: .1rem .6rem; border-bottom: 1px solid #8884 } th:first-child, td:first-child { text-align: left }
 div.wide { overflow: auto; max-height: 30rem } .bad { color: #D55E00 } footer { margin-top: 3rem; opacity: .6; font-size: .8rem }
 """
-_STEPS: Final = (
-    ("step", "step", "d"), ("reward", "reward", ".3f"), ("loss", "loss", "+.4f"), ("grad norm", "grad_norm", ".3f"), ("entropy", "entropy", ".3f"),
-    ("clipped", "clip_fraction", ".3f"), ("staleness", "staleness_mean", ".2f"), ("max", "staleness_max", ".0f"), ("tokens", "trainable_tokens", "d"),
-    ("seconds", "seconds", ".2f"),
-)  # fmt: skip
 
 
 def page(runs: Sequence[Timeline], summaries: Sequence[dict[str, Any]], chosen: Sequence[plots.Drawing]) -> str:
@@ -45,7 +41,10 @@ def page(runs: Sequence[Timeline], summaries: Sequence[dict[str, Any]], chosen: 
         body.append(f"<figure>{svg[svg.index('<svg') :]}</figure>")
     for s in summaries:
         if s["table"]:
-            body += [f"<h2>Steps of {_text(s['run_id'])}</h2>", _table([h for h, _, _ in _STEPS], [_step(row) for row in s["table"]])]
+            body += [
+                f"<h2>Steps of {_text(s['run_id'])}</h2>",
+                _table([h for h, _, _ in COLUMNS], [[cell(row[k], form) for _, k, form in COLUMNS] for row in s["table"]]),
+            ]
     body.append("<footer>Written by gyre-report. Times are counted from the first publication.</footer>")
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>gyre: {title}</title><style>{_CSS}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(body) + "\n</body></html>\n"
@@ -61,24 +60,16 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return '<div class="wide"><table>' + "\n".join(lines) + "</table></div>"
 
 
-def _step(row: dict[str, Any]) -> list[str]:
-    return ["–" if row[key] is None else format(row[key], form) for _, key, form in _STEPS]
-
-
-def _number(value: float | None, form: str = ".3g") -> str:
-    return "–" if value is None else format(value, form)
-
-
 def _summary(summaries: Sequence[dict[str, Any]]) -> str:
     """A column for each run."""
     lines: list[list[str]] = []
     for s in summaries:
         states = ", ".join(f"{n} {k}" for k, n in s["counts"].items() if n and k != "admitted")
-        evals = [_number((s["eval"][k] or {}).get("reward_mean"), ".3f") for k in ("before", "after")]
+        evals = [cell((s["eval"][k] or {}).get("reward_mean"), ".3f") for k in ("before", "after")]
         lines.append([
             s["run_id"], f"{s['steps']} of {s['total_steps']}", "–" if s["seconds"]["total"] is None else clock(s["seconds"]["total"]),
-            f"{_number(s['reward']['first'], '.3f')} → {_number(s['reward']['last'], '.3f')}", " → ".join(evals),
-            f"{_number(s['staleness']['mean'])} ({_number(s['staleness']['predicted'])} predicted), max {_number(s['staleness']['max'])}",
+            f"{cell(s['reward']['first'], '.3f')} → {cell(s['reward']['last'], '.3f')}", " → ".join(evals),
+            f"{cell(s['staleness']['mean'], '.3g')} ({cell(s['staleness']['predicted'], '.3g')} predicted), max {cell(s['staleness']['max'], '.3g')}",
             f"{s['counts']['admitted']} admitted: {states}" if states else str(s["counts"]["admitted"]),
             ", ".join(f"{n} {k}" for k, n in s["endings"].items()) or "–",
         ])  # fmt: skip

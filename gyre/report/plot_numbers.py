@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -12,8 +13,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from gyre.report import timeline
-from gyre.report.figures import edges, unit
-from gyre.report.plot_times import BLUE, GREY, INK, ORANGE, RED, SERIES, SKY, axes, name
+from gyre.report.figures import BLUE, GREY, INK, ORANGE, RED, SERIES, SKY, edges, moving_average, unit
+from gyre.report.plot_times import axes, name
 from gyre.report.timeline import Sample, Timeline
 from gyre.rules.staleness import summarize
 
@@ -95,6 +96,48 @@ def speedup(f: FigureBase, run: Timeline, others: Sequence[Timeline]) -> None:
     right.set(xlabel="step", ylabel="time of the other ÷ time of this", title=f"speed-up of {name(run)}, from the start to each step")
     for axis in (left.yaxis, right.xaxis):
         axis.set_major_locator(MaxNLocator(8, integer=True))
+    f.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=4)
+
+
+def budgeted(t: Timeline) -> str:
+    return name(t) if t.budget is None else f"{name(t)} (J_max {t.budget})"
+
+
+def _decades(runs: Sequence[Timeline]) -> float:
+    norms = [s.grad_norm for t in runs for s in t.steps if s.grad_norm] or [1.0]
+    return math.log10(max(norms) / min(norms))
+
+
+def learning(f: FigureBase, runs: Sequence[Timeline]) -> None:
+    """Gradient norm and score by step, and how long forward and backward passes take beside those of the widest budget."""
+    left, middle, right = f.subplots(1, 3, width_ratios=[1.3, 1.3, 1])
+    colours = dict(zip((t.name for t in runs), SERIES * len(runs), strict=False))
+    for t in runs:
+        look: dict[str, Any] = {"color": colours[t.name], "linewidth": 1.4}
+        norms = [(s.step, s.grad_norm) for s in t.steps if s.grad_norm]  # a step without a gradient has no place on a logarithmic axis
+        left.plot([n for n, _ in norms], [v for _, v in norms], label=budgeted(t), **look)
+        scores = [(s.step, s.score) for s in t.steps if s.score is not None]
+        middle.plot([n for n, _ in scores], [v for _, v in scores], color=colours[t.name], linewidth=0.6, alpha=0.5)
+        middle.plot([n for n, _ in scores], moving_average([v for _, v in scores], 5), **look)
+    left.set_yscale("log")
+    left.yaxis.set_major_formatter("{x:g}")
+    left.yaxis.set_minor_formatter("{x:g}" if _decades(runs) < 1 else "")
+    left.set(xlabel="step", title="gradient norm before clipping")
+    middle.set(xlabel="step", title="mean score (bold: of five steps)")
+    middle.set_ylim(bottom=0)
+    widest = timeline.widest(runs)
+    whole = timeline.compute_per_step(widest)
+    timed = [(t, c) for t in runs if (c := timeline.compute_per_step(t)) is not None]
+    for i, (t, compute) in enumerate(timed):
+        right.barh(i, compute, color=colours[t.name], height=0.6)
+        words = f"{compute:.3g} s" + (f", {compute / whole:.0%}" if whole else "")
+        right.annotate(words, (compute, i), (3, 0), textcoords="offset points", va="center", fontsize=8)
+    right.set_ylim(max(len(timed), 4) - 0.5, -0.5)
+    right.set_yticks([])
+    right.margins(x=0.45)
+    right.set(xlabel=f"seconds a step; {name(widest)} is 100%", title="forward and backward")
+    for ax in (left, middle):
+        ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     f.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=4)
 
 

@@ -17,7 +17,8 @@ import matplotlib
 from matplotlib.figure import Figure, FigureBase
 
 from gyre.report import plot_numbers, plot_times, timeline
-from gyre.report.plot_times import GREY, INK, ROWS_NAMED, name
+from gyre.report.figures import GREY, INK
+from gyre.report.plot_times import ROWS_NAMED, name
 from gyre.report.timeline import Timeline
 
 _STYLE: Final[dict[str, Any]] = {
@@ -62,6 +63,9 @@ def drawings(runs: Sequence[Timeline], burst: int | None = None) -> list[Drawing
     others = [t for t in runs[1:] if timeline.speedup(runs[0], t)]
     if others:
         found.append(Drawing("speedup", f"{name(runs[0])} over other runs", 3.4, lambda f: plot_numbers.speedup(f, runs[0], others)))
+    learned = [t for t in runs if any(s.grad_norm is not None for s in t.steps)]
+    if learned:
+        found.append(Drawing("learning", "Gradient norm, score and time of the steps", 3.4, lambda f: plot_numbers.learning(f, learned)))
     ended = [t for t in runs if timeline.durations(t)[1]]
     if ended:
         found.append(Drawing("durations", "How long queries and rollouts take", 0.9 + 1.9 * len(ended), lambda f: plot_numbers.durations(f, ended)))

@@ -8,13 +8,14 @@ Not here: numbers (timeline.py), where the text goes (show.py).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from rich.text import Text
 
 from gyre.report import timeline
-from gyre.report.figures import chart, edges, unit
+from gyre.report.figures import chart, edges, moving_average, unit
 from gyre.report.timeline import MarkKind, RoleSpan, Sample, Timeline
 from gyre.rules.roles import CellPhase
 from gyre.rules.staleness import summarize
@@ -43,6 +44,8 @@ def sketches(runs: Sequence[Timeline], width: int, only: Sequence[str] = (), bur
     found = [text for name, draw in drawn.items() if not only or name in only for t in runs if (text := draw(t)) is not None]
     if len(runs) > 1 and (not only or "speedup" in only):
         found.append(_speedup(runs[0], runs[1:], width))
+    if (not only or "learning" in only) and any(s.grad_norm is not None for t in runs for s in t.steps):
+        found.append(_learning(runs, width))
     return found
 
 
@@ -218,6 +221,28 @@ def _durations(t: Timeline, width: int) -> Text | None:
     _line(text, " " * 11, (_ruler(places, room), "bold"))
     ended = [sum(e.ending == ending and not e.evaluation for e in t.executions) for ending in ("harness_timeout", "overall_timeout")]
     _line(text, " " * 11, f"H harness time-out ({ended[0]} ended by it)   O overall time-out ({ended[1]})")
+    return text
+
+
+def _learning(runs: Sequence[Timeline], width: int) -> Text:
+    """A line of blocks for each run's gradient norm, logarithmic, and score; runs have the same scale."""
+    whole, to = timeline.compute_per_step(timeline.widest(runs)), timeline.widest(runs).name
+    norms = {t.name: [math.log10(s.grad_norm) for s in t.steps if s.grad_norm] for t in runs}
+    scores = {t.name: [s.score for s in t.steps if s.score is not None] for t in runs}
+    text = Text.assemble(("learning", "bold"), ", step by step", overflow="ellipsis", no_wrap=True)
+    every = [v for t in runs for v in norms[t.name]] or [0.0]
+    low, high = min(every), max(max(every), min(every) + 0.1)
+    room = max(8, min(60, width - 28))
+    for t in runs:
+        _line(text, (t.name, "bold cyan"), "" if t.budget is None else f", J_max {t.budget}")
+        compute = timeline.compute_per_step(t)
+        if compute is not None and whole:
+            text.append(f", forward and backward {compute:.3g} s a step, {compute / whole:.0%} of {to}'s")
+        for word, values, lo, hi in (("log norm", norms[t.name], low, high), ("score", moving_average(scores[t.name], 5), 0.0, 1.0)):
+            if values:
+                ends = (10**lo, 10**hi) if word == "log norm" else (lo, hi)
+                (row,) = chart(values, room, 1, lo, hi)
+                _line(text, f"{word:>9} │", (row, "cyan"), f"│ {ends[0]:.2g} to {ends[1]:.2g}")
     return text
 
 

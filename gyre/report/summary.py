@@ -93,7 +93,7 @@ def _eval(evals: list[dict[str, Any]]) -> dict[str, Any] | None:
     return {k: evals[0][k] for k in ("version", "reward_mean", "graded", "by_kind")} if evals else None
 
 
-_COLUMNS: Final = (
+COLUMNS: Final = (
     ("step", "step", "d"), ("reward", "reward", ".3f"), ("loss", "loss", "+.4f"), ("grad", "grad_norm", ".3f"), ("entropy", "entropy", ".3f"),
     ("clipped", "clip_fraction", ".3f"), ("stale", "staleness_mean", ".2f"), ("p95", "staleness_p95", ".0f"), ("max", "staleness_max", ".0f"),
     ("Δ log-prob", "logprob_diff_current_mean", ".1e"), ("tokens", "trainable_tokens", "d"), ("seconds", "seconds", ".2f"),
@@ -109,7 +109,7 @@ def drawing(s: dict[str, Any], width: int) -> RenderableType:
     parts: list[RenderableType] = [head, Text()]
     if rewards:
         text = Text.assemble(
-            ("reward", "bold"), f" of the steps, mean of five: first five {_f(s['reward']['first'])}, last ten {_f(s['reward']['last'])}"
+            ("reward", "bold"), f" of the steps, mean of five: first five {cell(s['reward']['first'])}, last ten {cell(s['reward']['last'])}"
         )
         for i, row in enumerate(chart(moving_average(rewards, 5), max(8, min(72, width - 8)), 6, 0.0, 1.0)):
             text.append(f"\n{'1.0' if i == 0 else '0.0' if i == 5 else '   '} │", style="grey50")
@@ -120,8 +120,8 @@ def drawing(s: dict[str, Any], width: int) -> RenderableType:
         parts += [_evals(s["eval"]), Text()]
     st, lp = s["staleness"], s["logprob_diff"]
     states = ", ".join(f"{n} {k}" for k, n in s["counts"].items() if n and k != "admitted")
-    parts.append(Text(f"staleness    predicted {_f(st['predicted'])}, mean {_f(st['mean'])}, p95 {_f(st['p95'])}, max {_f(st['max'])}"))
-    parts.append(Text(f"log-probs    trainer against engine: mean {_e(lp['mean'])}, max {_e(lp['max'])}"))
+    parts.append(Text(f"staleness    predicted {cell(st['predicted'])}, mean {cell(st['mean'])}, p95 {cell(st['p95'])}, max {cell(st['max'])}"))
+    parts.append(Text(f"log-probs    trainer against engine: mean {cell(lp['mean'], '.1e')}, max {cell(lp['max'], '.1e')}"))
     parts.append(Text(f"executions   {s['counts']['admitted']} admitted: {states}"))
     parts.append(Text(f"endings      {', '.join(f'{n} {k}' for k, n in s['endings'].items())}"))
     parts.append(Text("seconds      trainer: " + ", ".join(f"{k} {v:.1f}" for k, v in s["seconds"]["trainer"].items())))
@@ -136,8 +136,8 @@ def _table(rows: list[dict[str, Any]], width: int) -> Table:
     table = Table(box=None, header_style="grey50", padding=(0, 1))
     cells: list[list[str]] = []
     room = width - 2
-    for title, key, form in _COLUMNS:
-        column = ["–" if row[key] is None else format(row[key], form) for row in shown]
+    for title, key, form in COLUMNS:
+        column = [cell(row[key], form) for row in shown]
         room -= 2 + max(map(len, [title, *column]))
         if room < 0:
             break
@@ -155,13 +155,10 @@ def _evals(evals: dict[str, Any]) -> Table:
         table.add_column(title, justify="right")
     for e in (evals["before"], evals["after"]):
         if e:
-            table.add_row(str(e["version"]), _f(e["reward_mean"]), *(_f(e["by_kind"].get(k, {}).get("reward_mean")) for k in kinds))
+            table.add_row(str(e["version"]), cell(e["reward_mean"]), *(cell(e["by_kind"].get(k, {}).get("reward_mean")) for k in kinds))
     return table
 
 
-def _f(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
-
-
-def _e(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1e}"
+def cell(value: float | None, form: str = ".2f") -> str:
+    """A number for people, a dash for none."""
+    return "–" if value is None else format(value, form)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -58,7 +58,8 @@ class Burst:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A committed step of the lineage that survived. `micro_steps` counts those of each cell that accumulated."""
+    """A committed step of the lineage that survived. `micro_steps` counts those of each cell that accumulated. `score` is its groups' mean reward,
+    `grad_norm` before clipping, `compute_s` the core's forward and backward passes; None where the log does not tell."""
 
     step: int
     opened: float
@@ -66,6 +67,9 @@ class Step:
     closed: float | None = None  # it had all its groups
     sealed: float | None = None
     micro_steps: tuple[tuple[str, int], ...] = ()
+    score: float | None = None
+    grad_norm: float | None = None
+    compute_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,7 @@ class Timeline:
     overall_timeout_s: float | None = None
     failure: str = ""
     messages: tuple[str, ...] = ()
+    budget: int | None = None  # J_max: trajectories trained per execution at most
 
 
 def phase_seconds(t: Timeline) -> dict[str, dict[CellPhase, float]]:
@@ -234,6 +239,17 @@ def speedup(t: Timeline, other: Timeline) -> list[tuple[int, float]]:
     """(step, how many times sooner `t` reached it than `other`), over the steps that both reached."""
     mine, theirs = time_to_step(t), time_to_step(other)
     return [(step, theirs[step] / mine[step]) for step in sorted(mine.keys() & theirs.keys()) if mine[step] > 0]
+
+
+def compute_per_step(t: Timeline) -> float | None:
+    """Seconds of forward and backward passes of the core, a step's mean."""
+    known = [s.compute_s for s in t.steps if s.compute_s is not None]
+    return sum(known) / len(known) if known else None
+
+
+def widest(runs: Sequence[Timeline]) -> Timeline:
+    """The run with the largest trajectory budget, which others' times are relative to; the first of equals."""
+    return max(runs, key=lambda t: t.budget or 0)
 
 
 def durations(t: Timeline) -> tuple[list[float], list[float]]:

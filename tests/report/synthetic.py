@@ -19,6 +19,7 @@ GROUP_S, TO_TRAIN_S, TO_ROLLOUT_S, UPDATE_S, PUBLISH_S = 50, 9, 4, 6, 12
 HARNESS_S, OVERALL_S = 1500.0, 2400.0
 EPOCH = 1_767_225_600.0
 TOML = f"[sandbox]\nharness_timeout_s = {HARNESS_S}\noverall_timeout_s = {OVERALL_S}\n"
+BUDGET = "[trajectory]\nmax_per_execution = {}\n"
 
 
 class Made:
@@ -162,7 +163,8 @@ class Made:
             entries = [{"cell": f"{c}-train", "incarnation": "i1", "micro_steps": [f"m{c}.{i}" for i in range(max(1, round(s / 15)))]} for c, s in
                        self.done_by.items()]  # fmt: skip
             yield self.event("step", term=1, step=self.step, groups=list(self.taken), entries=entries, opened_at=EPOCH + self.opened,
-                             sealed_at=EPOCH + sealed)  # fmt: skip
+                             sealed_at=EPOCH + sealed, stats={"reward_mean": 0.1 * self.rate * self.step},
+                             metrics={"grad_norm": self.rate * 10.0**-self.step, "seconds_compute": 40 / self.rate})  # fmt: skip
             if len(cells) > 1:
                 self.now += 3.0
                 yield self.event("broadcast", step=self.step, cells=cells, seconds=3.0)
@@ -174,7 +176,7 @@ def write(folder: Path, dispatch: str = "boundary", rate: float = 1.0) -> Path:
     """A directory that gyre-report reads."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "events.jsonl").write_text("".join(encode(e) + "\n" for e in Made(dispatch, rate).events()))
-    (folder / "run.toml").write_text(TOML)
+    (folder / "run.toml").write_text(TOML + BUDGET.format(5 if dispatch == "continuous" or rate == 1.0 else 1))
     return folder
 
 

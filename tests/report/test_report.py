@@ -17,7 +17,7 @@ import synthetic
 from gyre.events import Event, encode
 
 KEYS = {
-    "seconds", "dispatch", "cells", "bursts", "steps", "marks", "slots", "staleness", "durations", "speedup", "failure", "messages",
+    "seconds", "dispatch", "cells", "bursts", "steps", "marks", "slots", "staleness", "durations", "speedup", "learning", "failure", "messages",
 }  # fmt: skip
 
 
@@ -47,7 +47,9 @@ def test_svg_says_what_it_shows(runs: tuple[Path, Path], tmp_path: Path) -> None
     shown = texts((tmp_path / "out.svg").read_bytes())
     for words in ("Roles of the cells", "c0", "c7", "81%", "burst 1", "Burst 3 of elastic", "joins the step", "reduction", "update", "broadcast",
                   "water level", "Which execution held which slot", "boundary dispatch: elastic", "Staleness in slower", "predicted by the quota",
-                  "elastic over other runs", "1.23×", "How long queries and rollouts take", "time-out", "lost"):  # fmt: skip
+                  "elastic over other runs", "1.23×", "How long queries and rollouts take", "time-out", "lost",
+                  "gradient norm before clipping", "elastic (J_max 5)", "slower (J_max 1)", "125%",
+                  "elastic is 100%"):  # fmt: skip
         assert words in shown, words
 
 
@@ -81,7 +83,7 @@ def test_html_is_one_file(runs: tuple[Path, Path]) -> None:
     assert done.returncode == 0
     page = Page()
     page.feed(done.stdout.decode())
-    assert page.tags.count("svg") == 5 and not {"script", "link", "iframe", "img", "object"} & set(page.tags)
+    assert page.tags.count("svg") == 6 and not {"script", "link", "iframe", "img", "object"} & set(page.tags)
     assert all(a.startswith(("#", "data:image/png")) for a in page.addresses)
     ids = re.findall(r'id="((?:p|m|h)[0-9a-f]{8,})"', done.stdout.decode())
     assert len(ids) == len(set(ids)), "clips and markers of one picture are not taken for another's"
@@ -96,7 +98,10 @@ def test_json_is_stable(runs: tuple[Path, Path]) -> None:
     assert f["cells"][3]["seconds"]["lost"] == 200.0 and sum(f["cells"][3]["seconds"].values()) == pytest.approx(f["seconds"])
     assert [b["steps"] for b in f["bursts"]] == [[1, 2], [3, 4], [5, 6]] and f["bursts"][0]["turned_to_train"] == 7
     assert f["staleness"]["trained"]["discrete"]["n"] == 48 and f["durations"]["harness_timeout_s"] == synthetic.HARNESS_S
+    assert f["learning"]["budget"] == 5 and f["learning"]["compute_s"] == 40 and f["learning"]["relative"] == {"to": "elastic", "compute": 1.0}
+    assert f["learning"]["steps"][1] == [2, pytest.approx(0.2), 0.01, 40.0]
     both = json.loads(report(*runs, "--format", "json").stdout)
+    assert both[1]["figures"]["learning"]["relative"] == {"to": "elastic", "compute": 1.25}
     assert both[0]["figures"]["speedup"][0]["over"] == "slower" and both[0]["figures"]["speedup"][0]["steps"][-1][1] > 1.2
     assert both[1]["figures"]["speedup"][0]["steps"][-1][1] == pytest.approx(1 / both[0]["figures"]["speedup"][0]["steps"][-1][1])
 
@@ -109,6 +114,7 @@ def test_text_fits_and_has_no_blanks_at_the_end(runs: tuple[Path, Path], width: 
     assert all(line == line.rstrip() and len(line) <= width for line in lines)
     text = "\n".join(lines)
     assert "\x1b" not in text and "roles of the cells of elastic" in text.replace("\n", " ") and "speed-up of elastic" in text
+    assert "learning, step by step" in text.replace("\n", " ") and "log norm │█" in text
     assert len({line.rstrip() for line in lines if line.startswith("c0 ")}) >= 2
 
 

@@ -120,7 +120,7 @@ def arrange(g: Recorded) -> Layout:
     reward = f"reward {g.reward:.3g}, " if g.reward is not None else ""
     chosen = [(t.index, f"{clean(t.leaf_class)}, {t.n_tokens:,} tokens, {t.n_trainable:,} trained") for t in g.trajectories]
     facts = (f"{ending}{reward}{sum(s.n_tokens for s in segments):,} tokens in {len(segments)} segments, {len(g.calls)} calls; "
-             f"{len(chosen)} trajectories train {trained:,} of {sampled:,} sampled tokens")  # fmt: skip
+             f"{len(chosen)} trajector{'y trains' if len(chosen) == 1 else 'ies train'} {trained:,} of {sampled:,} sampled tokens")  # fmt: skip
     return Layout(clean(g.rollout_id), facts, segments, chosen, roots)
 
 
