@@ -289,14 +289,14 @@ class Executor:
             binds.append(Bind(self._config.sandbox.harness_dir, HARNESS))
         used = self._launch
         binds += used.binds
-        argv = [word.replace("{instruction}", task.instruction) for word in used.argv]
+        argv = used.words(task.instruction)
         env = {**task.env, "OPENAI_API_KEY": "gyre", "ANTHROPIC_API_KEY": "gyre", **used.env}
         if used.tcp:
             binds.append(Bind(str(Path(__file__).with_name("forward.py")), FORWARD))
             home = ["--home", FILES] if used.home else []
             binds += [Bind(str(self._home / "home"), FILES)] if used.home else []
             argv = ["python3", "-I", "-S", FORWARD, *home, "--", *argv]
-            env = {"OPENAI_BASE_URL": f"{BASE_URL}/v1", "ANTHROPIC_BASE_URL": BASE_URL, **env}
+            env |= {"OPENAI_BASE_URL": f"{BASE_URL}/v1", "ANTHROPIC_BASE_URL": BASE_URL}
         limits = used.limits(task.limits(self._limits(timeout_s)))
         return Spec(workspace=workspace, argv=argv, limits=limits, env=env, binds=binds)
 

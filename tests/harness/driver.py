@@ -194,7 +194,7 @@ async def _drive(tmp: Path, harness: str, say: Say, fault: Fault, instruction: s
     renderer = make_renderer(tmp / "model")
     config = Config(
         rollout=Rollout(context=keys.pop("context", 400_000), max_tokens=keys.pop("max_tokens", 8192)),
-        sandbox=Sandbox(harness=harness, harness_timeout_s=keys.pop("timeout_s", 120.0), max_turns=60),
+        sandbox=Sandbox(harness=harness, harness_timeout_s=keys.pop("timeout_s", 240.0), max_turns=60),
         trajectory=TrajectoryTable(max_per_execution=keys.pop("j_max", 5), **keys),
     )
     async with scripted(tmp, renderer, say) as (router, prompts, said):

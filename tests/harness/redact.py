@@ -50,6 +50,8 @@ def _mark(text: str) -> str:
 
 
 def _text(value: str) -> str:
+    if value in ARGUMENTS:
+        return value
     out, at = [], 0
     for kept in _KEEP.finditer(value):
         out += [_mark(value[at : kept.start()]), kept[0]]

@@ -38,7 +38,7 @@ def shell(harness: str, command: str) -> str:
 
 
 def _is_title(prompt: str) -> bool:
-    return "Tools: " not in prompt and prompt.count("Counting") < 2
+    return "Tools: " not in prompt and "Counting" not in prompt
 
 
 def _finish(harness: str, prompt: str) -> str:
@@ -87,7 +87,7 @@ def compacting(harness: str) -> Say:
         if _is_title(prompt):
             return TITLE
         last = prompt.rsplit("<|im_start|>user\n", 1)[-1]
-        if "summar" in last.lower() and prompt.count("Counting") > 1 and SUMMARY not in prompt and not last.startswith("<tool_response>"):
+        if "summar" in last.lower() and "Counting" in prompt and SUMMARY not in prompt and not last.startswith("<tool_response>"):
             return SUMMARY
         if SUMMARY not in prompt and prompt.count("Counting") < 6:
             return f"Counting {prompt.count('Counting')}." + shell(harness, "seq 1 800")

@@ -42,6 +42,7 @@ def test_a_preset_is_told_its_model_and_its_limits(cached: Path, name: str, tmp_
     for placeholder in ("{root}", "{node}", "{python}", "{arch}", "{base_url}", "{model}", "{context}", "{max_tokens}", "{eighth}"):
         assert not any(placeholder in text for text in everything)
     assert any("http://127.0.0.1:8080" in text for text in everything) and any("M1" in text for text in everything)
+    assert " - a list" in made.words("- a list") and "a - b" in made.words("a - b")
     assert all(bind.readonly for bind in made.binds) and Path(made.binds[0].source) == install.place(PRESETS[name])
 
 
@@ -50,7 +51,7 @@ def test_limits_are_raised_to_what_a_preset_needs_and_never_lowered(cached: Path
     raised = made.limits(Limits(memory_mb=16, pids=9999, output_kb=3))
     assert (raised.memory_mb, raised.pids, raised.tmp_mb, raised.output_kb) == (2048, 9999, 256, 3)
     plain = launch(Config(sandbox=Sandbox(harness="sh -c 'x y'")))
-    assert plain.argv == ["sh", "-c", "x y"] and not plain.tcp and plain.limits(Limits(memory_mb=16)).memory_mb == 16
+    assert plain.words("-") == ["sh", "-c", "x y"] and not plain.tcp and plain.limits(Limits(memory_mb=16)).memory_mb == 16
 
 
 @pytest.mark.parametrize(

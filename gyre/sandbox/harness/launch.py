@@ -39,6 +39,12 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     files: Mapping[str, str] = {}
     floor: Limits | None = None
 
+    def words(self, instruction: str) -> list[str]:
+        """The command for one instruction. A preset gets a space before one that it would take for an option or a file."""
+        if self.name and instruction.startswith(("-", "@")):
+            instruction = f" {instruction}"
+        return [word.replace("{instruction}", instruction) for word in self.argv]
+
     def limits(self, limits: Limits) -> Limits:
         """Limits raised to what the harness itself needs."""
         if self.floor is None:
