@@ -255,7 +255,7 @@ DEMONSTRATED = ("create", "func", "fix", "rename", "append", "count", "follow", 
 # How often the careless demonstrator does the right thing. Where a word of the instruction decides (operators, flags)
 # it must be right clearly more often than wrong: else the imitator does not tie the word to the choice, a group of
 # rollouts is soon all right or all wrong, and nothing more is learned.
-SKILL = {"create": 0.35, "func": 0.8, "fix": 0.65, "rename": 0.4, "append": 0.3, "count": 0.38, "follow": 0.5}
+SKILL = {"create": 0.35, "func": 0.8, "fix": 0.65, "rename": 0.28, "append": 0.3, "count": 0.38, "follow": 0.5}
 
 
 def make_task(rng: random.Random, split: str, kind: str) -> Task:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,11 +79,27 @@ def steps(micro_step: MakeMicroStep) -> list[Step]:
     ]
 
 
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def none_left() -> Iterator[None]:
+    """A test that fails leaves no ranks behind that eat the machine: they end when their leader does."""
+    yield
+    for process in STARTED:
+        if process.poll() is None:
+            process.kill()
+            process.wait(DEADLINE_S)
+    STARTED.clear()
+
+
 def run(script: Script, out: Path, **env: str) -> subprocess.Popen[str]:
     out.mkdir(parents=True, exist_ok=True)
     (out / "script").write_bytes(msgspec.msgpack.encode(script))
     argv = [sys.executable, str(PROGRAM), str(out / "script"), str(out)]
-    return subprocess.Popen(argv, env={**os.environ, "PYTHONFAULTHANDLER": "1", **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = {**os.environ, "PYTHONFAULTHANDLER": "1", **env}
+    STARTED.append(subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    return STARTED[-1]
 
 
 def finished(process: subprocess.Popen[str], out: Path) -> Found:
@@ -249,7 +265,7 @@ def started(script: Script, out: Path) -> tuple[subprocess.Popen[str], list[int]
 def test_a_follower_killed_ends_the_leader(model: Path, steps: list[Step], tmp_path: Path, doing: str, ranks: int) -> None:
     process, followers = started(Script(config_of(model, ranks), str(model), steps=steps[:1], finally_=doing), tmp_path)
     os.kill(followers[0], signal.SIGKILL)
-    said, _ = process.communicate(timeout=30)
+    said, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1
     assert said.splitlines()[-1].startswith("error: this cell lost a rank: rank 1 was killed by signal 9"), said
     assert all_gone(followers, 0.0)
@@ -259,7 +275,7 @@ def test_a_follower_stopped_ends_the_leader_after_the_timeout(model: Path, steps
     script = Script(config_of(model, 2, ranks_timeout_s=20.0), str(model), steps=steps[:1], finally_="busy")
     process, followers = started(script, tmp_path)
     os.kill(followers[0], signal.SIGSTOP)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1 and "error: the ranks of this cell lost each other" in said, said
     assert all_gone(followers, 0.0)
 
@@ -267,8 +283,8 @@ def test_a_follower_stopped_ends_the_leader_after_the_timeout(model: Path, steps
 def test_the_leader_killed_ends_the_followers(model: Path, steps: list[Step], tmp_path: Path) -> None:
     process, followers = started(Script(config_of(model, 3), str(model), steps=steps[:1], finally_="busy"), tmp_path)
     process.kill()
-    assert all_gone(followers, 20.0)
-    process.communicate(timeout=30)
+    assert all_gone(followers, DEADLINE_S)
+    process.communicate(timeout=DEADLINE_S)
 
 
 def test_ranks_without_work_outlast_the_timeout(model: Path, steps: list[Step], tmp_path: Path) -> None:
