@@ -73,12 +73,24 @@ class Tap:
         self.upstream, self.fault = upstream, fault
         self.requests: list[Request] = []
         self._n = 0
+        self._open: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
 
     async def start(self, path: Path) -> None:
         self.server = await asyncio.start_unix_server(self._serve, path)
         os.chmod(path, 0o777)  # noqa: PTH101
 
+    async def close(self) -> None:
+        self.server.close()
+        for task, writer in list(self._open.items()):
+            writer.transport.abort()
+            task.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
+        await asyncio.sleep(0)  # transports say goodbye in the loop's next turn
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._open[task] = writer
         connection = h11.Connection(h11.SERVER)
         request: h11.Request | None = None
         body = b""
@@ -101,6 +113,7 @@ class Tap:
             pass
         finally:
             writer.close()
+            del self._open[task]
 
     async def _answer(self, request: h11.Request, body: bytes, writer: asyncio.StreamWriter) -> None:
         path, fault = request.target.decode(), ""
@@ -248,6 +261,7 @@ async def _execute(config: Config, router: Router, renderer: Renderer, task: Pat
 
         backend.run = run  # type: ignore[method-assign]
         ended = await executor.execute(a_ticket(str(task)), lambda: None)
+        await executor.tap.close()
     finally:
         executor.close()
         await backend.close()
