@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,14 @@ import pytest
 
 from gyre.sandbox.backends.base import Backend, Bind, Exit, Limits, Spec, Workspace
 from gyre.sandbox.backends.choose import choose
+
+
+@pytest.fixture(autouse=True, scope="session")
+def signals_as_usual() -> None:
+    """What a shell starts in the background, or nohup starts, ignores these, and so would all that it starts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def need(name: str) -> None:
