@@ -119,8 +119,9 @@ def arrange(g: Recorded) -> Layout:
     ending = f"{clean(g.ending)}, " if g.ending else ""
     reward = f"reward {g.reward:.3g}, " if g.reward is not None else ""
     chosen = [(t.index, f"{clean(t.leaf_class)}, {t.n_tokens:,} tokens, {t.n_trainable:,} trained") for t in g.trajectories]
-    facts = (f"{ending}{reward}{sum(s.n_tokens for s in segments):,} tokens in {len(segments)} segments, {len(g.calls)} calls; "
-             f"{len(chosen)} trajector{'y trains' if len(chosen) == 1 else 'ies train'} {trained:,} of {sampled:,} sampled tokens")  # fmt: skip
+    size = f"{sum(s.n_tokens for s in segments):,} tokens in {_counted(len(segments), 'segment')}, {_counted(len(g.calls), 'call')}"
+    trains = "trajectory trains" if len(chosen) == 1 else "trajectories train"
+    facts = f"{ending}{reward}{size}; {len(chosen)} {trains} {trained:,} of {sampled:,} sampled tokens"
     return Layout(clean(g.rollout_id), facts, segments, chosen, roots)
 
 
@@ -171,3 +172,7 @@ def _take(s: Segment, messages: Sequence[Message]) -> None:
             s.messages[-1] = (role, s.messages[-1][1] + m.text[: 4 * _WORDS] if len(s.messages[-1][1]) < 4 * _WORDS else s.messages[-1][1])
         else:
             s.messages.append((role, m.text[: 4 * _WORDS]))
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n:,} {what}{'s' * (n != 1)}"
