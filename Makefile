@@ -35,7 +35,7 @@ check: setup
 	$(BIN)/python docs/generate.py --check
 
 test: check
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 bench: setup
 	$(BIN)/python tests/bench/run.py

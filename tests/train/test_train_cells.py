@@ -71,7 +71,7 @@ def test_a_satellite_that_accumulated_nothing(tiny_model: Path) -> None:
     """It is in no manifest and no reduction, and gets the new weights all the same. A core with nothing updates with what the others have."""
 
     async def main() -> None:
-        async with Cluster(tiny_model, config(steps=2), compute_s=0.01) as cluster:
+        async with Cluster(tiny_model, config(steps=2), compute_s=0.1) as cluster:
             idle, busy = cluster.satellite("idle"), cluster.satellite("busy")
             idle.ledger.claim = too_late  # type: ignore[method-assign]
             cluster.core.ledger.claim = too_late  # type: ignore[method-assign]

@@ -135,3 +135,11 @@ def test_what_is_remembered_is_what_would_be_read(requests: list[tuple[list[dict
 def test_what_text_models_cannot_be_shown(message: Any) -> None:
     with pytest.raises(UnsupportedContent):
         normalise(message)
+
+
+@pytest.mark.parametrize("calls", [1.5, True, {"a": 1}, "x", [1.5], [{"function": 2}]])
+def test_a_repeated_request_with_calls_that_are_none_is_read_again(calls: object) -> None:
+    """Whatever a client sends beside a user's words is left alone, the second time too."""
+    memory, given = Memory(), [{"role": "user", "content": "a", "tool_calls": calls}]
+    first, second = (memory.read([dict(m) for m in given], b"", lambda shown: shown) for _ in range(2))
+    assert first.messages == second.messages and first.links == second.links
