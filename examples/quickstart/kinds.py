@@ -120,7 +120,7 @@ class Draw:
 
 
 def create(draw: Draw) -> Task:
-    path, words = draw.file(), draw.rng.sample(WORDS, draw.rng.randint(2, 3))
+    path, words = draw.file(), draw.rng.sample(WORDS, 2)
     text = " ".join(words)
     other = draw.rng.choice([e for e in EXTENSIONS if not path.endswith(e)])
     return Task(
@@ -251,11 +251,11 @@ ROUND = (
 )
 # The round of demonstrations dwells on what takes the imitator longest: choosing an operator, and the second step after
 # a look.
-DEMONSTRATED = ("create", "func", "fix", "rename", "append", "count", "follow", "func", "fix", "rename", "follow")
+DEMONSTRATED = ("create", "func", "fix", "rename", "append", "count", "follow", "create", "func", "fix", "follow")
 # How often the careless demonstrator does the right thing. Where a word of the instruction decides (operators, flags)
 # it must be right clearly more often than wrong: else the imitator does not tie the word to the choice, a group of
 # rollouts is soon all right or all wrong, and nothing more is learned.
-SKILL = {"create": 0.35, "func": 0.8, "fix": 0.65, "rename": 0.28, "append": 0.3, "count": 0.38, "follow": 0.5}
+SKILL = {"create": 0.2, "func": 0.8, "fix": 0.65, "rename": 0.15, "append": 0.25, "count": 0.36, "follow": 0.5}
 
 
 def make_task(rng: random.Random, split: str, kind: str) -> Task:
