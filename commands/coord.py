@@ -57,21 +57,24 @@ def main(cells: str | None, rule: str | None, steps: int | None, resume: bool, r
                 click.echo(shlex.join([f"{k}={v}" for k, v in plan.env.items()] + plan.argv))
             return 0
         cli.make_run_dir(setup.run_dir)
-        if not resume and _has_run(setup.run_dir):
+        admitted, done = _held(setup.run_dir)
+        if not resume and admitted:
             raise UsageError("--run", f"{setup.run_dir} holds a run", "give --resume to go on with it, or another directory")
+        if done >= setup.config.train.steps:
+            click.echo(f"{setup.run_dir}: step {done} is done, and train.steps = {setup.config.train.steps}: give more --steps to train on", err=True)
         return see_through(setup, plans, bind, named, (lambda: plans_of(hosts.read(path))) if path != "-" else None)
 
     cli.guarded(run)
 
 
-def _has_run(run_dir: Path) -> bool:
-    """Has anything been admitted there? A start that failed before is no run."""
+def _held(run_dir: Path) -> tuple[int, int]:
+    """Executions admitted and steps committed there. A start that failed before admitted none and is no run."""
     if not (run_dir / "ledger.db").exists():
-        return False
+        return 0, 0
     from gyre.report.read import RunReader
 
     with RunReader(run_dir) as reader:
-        return reader.counts()["admitted"] > 0
+        return reader.counts()["admitted"], max((row.step for row in reader.step_rows()), default=0)
 
 
 def tell_to_reload(run_dir: Path) -> int:

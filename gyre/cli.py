@@ -115,7 +115,7 @@ def start_logging(level: str, json_logs: bool) -> None:
 
 def setup(options: dict[str, Any], flags: dict[str, Any] | None = None) -> Setup:
     """From the options of `common` (and `flags`, dotted key → value or None) to a `Setup`. May end the process (--check, --print-config)."""
-    from gyre.net.endpoints import endpoint
+    from gyre.net.endpoints import check_peer, endpoint
 
     start_logging(options["log_level"], options["json_logs"])
     try:
@@ -126,6 +126,8 @@ def setup(options: dict[str, Any], flags: dict[str, Any] | None = None) -> Setup
     file: Path | None = options["config_file"]
     if file is None and (run_dir / "run.toml").is_file():
         file = run_dir / "run.toml"
+    peers = {name: check_peer(f"--{name}", options[name]) for name in ("buffer", "train", "coord") if options.get(name)}
+    rollouts = [check_peer("--rollout", address) for address in options.get("rollouts") or ()]
     given = dict(flags or {})
     if options.get("insecure"):
         given["net.insecure"] = True
@@ -139,10 +141,10 @@ def setup(options: dict[str, Any], flags: dict[str, Any] | None = None) -> Setup
     return Setup(
         run_dir=run_dir,
         config=resolved.config,
-        buffer=options.get("buffer") or endpoint(run_dir, "buffer"),
-        train=options.get("train") or endpoint(run_dir, "train"),
-        rollouts=list(options.get("rollouts") or ()) or [endpoint(run_dir, "rollout")],
-        coord=options.get("coord"),
+        buffer=peers.get("buffer") or endpoint(run_dir, "buffer"),
+        train=peers.get("train") or endpoint(run_dir, "train"),
+        rollouts=rollouts or [endpoint(run_dir, "rollout")],
+        coord=peers.get("coord"),
         bind=options.get("bind"),
         name=options.get("name") or options.get("cell") or "",
         resolved=resolved,

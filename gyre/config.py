@@ -172,7 +172,7 @@ class Train(Table, frozen=True, kw_only=True):
     keep_checkpoints: Annotated[int, _doc("Checkpoints kept.", ge=1)] = 2
     logprob_alarm: Annotated[float, _doc("Warn when trainer and engine differ by more than this on tokens of the current version.", gt=0)] = 0.1
     threads: Annotated[int, _doc("CPU threads of the trainer; 0 leaves the choice to torch.", ge=0)] = 0
-    ranks: Annotated[int, _doc("Processes of a cell that share its model (FSDP2), each with a device; 1 needs no process group.", ge=1)] = 1
+    ranks: Annotated[int, _doc("Processes of a cell that share its model (FSDP2), each with a device; 1 needs no process group.", ge=1, le=1024)] = 1
     ranks_timeout_s: Annotated[float, _doc("How long a rank waits for the others of its cell before all of them end.", gt=0)] = 600.0
 
 

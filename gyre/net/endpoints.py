@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -21,6 +22,14 @@ def endpoint(run_dir: Path, kind: str, name: str = "") -> str:
         digest = hashlib.blake2b(os.fsencode(run_dir.resolve()), digest_size=8).hexdigest()
         path = Path(tempfile.gettempdir()) / f"gyre-{os.getuid()}-{digest}" / hashlib.blake2b(leaf.encode(), digest_size=6).hexdigest()
     return f"ipc://{path}"
+
+
+def check_peer(flag: str, address: str) -> str:
+    """`address`, if it is one to connect to. Raises `UsageError` that names the flag."""
+    port = re.fullmatch(r"tcp://(?:\[[0-9A-Fa-f:.%\w]+\]|[^\s:/*]+):(\d{1,5})", address)
+    if not (re.fullmatch(r"ipc://.+", address, re.S) or (port and 0 < int(port[1]) < 65536)):
+        raise UsageError(flag, f"{address!r} is no address to connect to", "give tcp://HOST:PORT or ipc://PATH")
+    return address
 
 
 def check_bind(address: str, insecure: bool) -> None:

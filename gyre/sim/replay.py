@@ -8,7 +8,6 @@ say) costs nothing until `--set` says otherwise; every key of a workload file ca
 from __future__ import annotations
 
 import statistics
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import msgspec
 
 from gyre.errors import UsageError
 from gyre.events import Event, EventReader
+from gyre.inputs import toml
 from gyre.rules.workload import Workload, apply_sets, build
 
 BURSTS = 16
@@ -102,7 +102,7 @@ def from_run(run_dir: Path, sets: Sequence[str] = ()) -> Workload:
         "steps_per_burst": s["steps_per_burst"],
         "target_staleness": s["staleness_target"],
         "dispatch": s["dispatch"],
-        "slots_per_cell": _slots(run_dir),
+        **_slots(run_dir, sets),
         "to_train_s": run.mean("to_train_s"),
         "to_rollout_s": run.mean("to_rollout_s"),
         "update_s": run.mean("update_s", "core_update_s"),
@@ -115,9 +115,12 @@ def from_run(run_dir: Path, sets: Sequence[str] = ()) -> Workload:
     return build("replay", data)
 
 
-def _slots(run_dir: Path) -> int:
-    """Slots of one engine, from the run's configuration."""
+def _slots(run_dir: Path, sets: Sequence[str]) -> dict[str, int]:
+    """Slots of one engine, from the run's configuration, unless `sets` says. Raises `UsageError`."""
+    file = run_dir / "run.toml"
+    if not file.is_file() and any(item.startswith("system.slots_per_cell=") for item in sets):
+        return {}
     try:
-        return int(tomllib.loads((run_dir / "run.toml").read_text(encoding="utf-8"))["rollout"]["slots"])
-    except (OSError, KeyError, ValueError, TypeError):
-        return 64  # gyre-rollout's default
+        return {"slots_per_cell": int(toml(file, "give --set system.slots_per_cell=N")["rollout"]["slots"])}
+    except (KeyError, ValueError, TypeError):
+        raise UsageError(str(file), "says no rollout.slots", "give --set system.slots_per_cell=N") from None

@@ -106,6 +106,21 @@ def test_a_harness_or_a_bound_that_is_none(gyre: Command, tmp_path: Path, argv: 
     assert error(gyre("task", "run", task(tmp_path / "task"), *argv)).startswith(words)
 
 
+@pytest.mark.parametrize(
+    ("kind", "flag", "address"),
+    [
+        ("rollout", "--train", "nonsense"),
+        ("rollout", "--coord", "tcp://*:5000"),
+        ("sandbox", "--rollout", "tcp://here:70000"),
+        ("sandbox", "--buffer", "http://here:5000"),
+        ("train", "--buffer", "tcp://:5000"),
+        ("buffer", "--coord", "ipc://"),
+    ],
+)
+def test_an_address_that_is_none(gyre: Command, kind: str, flag: str, address: str) -> None:
+    assert error(gyre(kind, flag, address)).startswith(f"error: {flag}: {address!r} is no address to connect to; give tcp://HOST:PORT")
+
+
 @pytest.mark.parametrize("argv", [["buffer"], ["task", "run"], ["task", "check"]], ids="-".join)
 def test_a_task_without_tests(gyre: Command, tmp_path: Path, argv: list[str]) -> None:
     """The buffer refuses it before a sandbox ever sees it."""

@@ -137,6 +137,9 @@ def test_ctrl_c_stops_in_order(run: Run) -> None:
     resumed = run.coord("--steps", str(steps + 2), "--resume")
     assert resumed.returncode == 0, resumed.stderr
     check_nothing_twice(run, steps + 2)
+    finished = run.coord("--steps", str(steps), "--resume")
+    assert finished.returncode == 0 and f"step {steps + 2} is done, and train.steps = {steps}: give more --steps" in finished.stderr, finished.stderr
+    check_nothing_twice(run, steps + 2)
 
 
 def test_ctrl_c_twice_stops_at_once(run: Run) -> None:

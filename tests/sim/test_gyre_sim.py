@@ -126,6 +126,13 @@ def test_replay(tmp_path: Path) -> None:
     assert colocate["hours"] * 3600 == pytest.approx(3 * (200 + 12 + 15 + 4 + 3))  # four micro-steps of 15 s on four cells
 
 
+def test_replay_of_a_run_without_its_configuration(tmp_path: Path) -> None:
+    (events(tmp_path) / "run.toml").unlink()
+    assert "rollout.slots" not in sim("--replay", str(tmp_path), "--rule", "elastic", "--set", "system.slots_per_cell=8").stderr
+    refused = sim("--replay", str(tmp_path), "--rule", "elastic")
+    assert refused.exit_code == 2 and "run.toml: no such file; give --set system.slots_per_cell=N" in refused.stderr
+
+
 def test_replay_of_what_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("{}\n")
     assert "at least one step" in sim("--replay", str(tmp_path)).stderr, "a damaged line is left out"
