@@ -32,7 +32,7 @@ def main(cells: str | None, rule: str | None, steps: int | None, resume: bool, r
     """
 
     def run() -> int:
-        setup = cli.setup(options, {"train.steps": steps})
+        setup = cli.setup(options, {"train.steps": steps}, "coord")
         from gyre.coord import hosts, launch
         from gyre.errors import UsageError
         from gyre.net.endpoints import endpoint

@@ -29,6 +29,7 @@ from gyre.config import Config
 from gyre.errors import EXIT_BUG, EXIT_FAILED, EXIT_OK, EXIT_USAGE, GyreError, UsageError, WorkFailed
 
 if TYPE_CHECKING:
+    from gyre.net.keys import Keys
     from gyre.net.worker import Worker
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -47,6 +48,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     resolved: configuration.Resolved
     cell: str = ""  # engines and trainers: the cell they belong to, "" for one of the process's name
+    keys: Keys | None = None
 
     @property
     def run_id(self) -> str:
@@ -113,8 +115,9 @@ def start_logging(level: str, json_logs: bool) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
-def setup(options: dict[str, Any], flags: dict[str, Any] | None = None) -> Setup:
-    """From the options of `common` (and `flags`, dotted key → value or None) to a `Setup`. May end the process (--check, --print-config)."""
+def setup(options: dict[str, Any], flags: dict[str, Any] | None = None, kind: str = "") -> Setup:
+    """From the options of `common` (and `flags`, dotted key → value or None) to a `Setup`, with the keys of `kind` if the run has any. May end the
+    process (--check, --print-config)."""
     from gyre.net.endpoints import check_peer, endpoint
 
     start_logging(options["log_level"], options["json_logs"])
@@ -138,6 +141,11 @@ def setup(options: dict[str, Any], flags: dict[str, Any] | None = None) -> Setup
     if options["check"]:
         click.echo("configuration ok", err=True)
         sys.exit(EXIT_OK)
+    keys = None
+    if kind and resolved.config.net.keys:
+        from gyre.net.keys import load
+
+        keys = load(Path(resolved.config.net.keys), kind)
     return Setup(
         run_dir=run_dir,
         config=resolved.config,
@@ -149,6 +157,7 @@ def setup(options: dict[str, Any], flags: dict[str, Any] | None = None) -> Setup
         name=options.get("name") or options.get("cell") or "",
         resolved=resolved,
         cell=options.get("cell") or "",
+        keys=keys,
     )
 
 
@@ -230,7 +239,7 @@ def work(kind: str, options: dict[str, Any], flags: dict[str, Any], body: Callab
     """Run one of the five kinds of process until it is done or told to stop."""
 
     def run() -> int:
-        s = setup(options, flags)
+        s = setup(options, flags, kind)
         from gyre.net.worker import Worker
 
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr)  # the coordinator asks for stacks when nothing progresses
@@ -238,7 +247,7 @@ def work(kind: str, options: dict[str, Any], flags: dict[str, Any], body: Callab
 
         async def main() -> int:
             grace_s = s.config.run.coord_grace_s
-            async with Worker(s.coord, kind=kind, name=s.name or kind, run_id=s.run_id, grace_s=grace_s) as worker:
+            async with Worker(s.coord, kind=kind, name=s.name or kind, run_id=s.run_id, grace_s=grace_s, keys=s.keys) as worker:
                 await body(s, worker)
             return worker.exit_code
 

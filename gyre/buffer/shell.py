@@ -292,7 +292,9 @@ async def run(setup: Setup, worker: Worker, resume: bool = False) -> None:
         machine = Machine(config, tasks, rows, now, setup.run_id)
         del rows
         name = setup.name or "buffer"
-        server = Server.bind(setup.bind or setup.buffer, ToBuffer, kind="buffer", name=name, run_id=setup.run_id, insecure=config.net.insecure)
+        server = Server.bind(
+            setup.bind or setup.buffer, ToBuffer, kind="buffer", name=name, run_id=setup.run_id, insecure=config.net.insecure, keys=setup.keys
+        )
         quota = machine.state.quota
         log.info("listening at %s; quota %d groups, predicted staleness %.3g", server.address, quota.groups, quota.predicted)
         if quota.rounding:

@@ -85,7 +85,9 @@ class Coordinator:
 
     async def run(self) -> m.End:
         """Start everything, and return when everything is gone."""
-        self.server = Server.bind(self.bind, ToCoord, kind="coord", name="coord", run_id=self.setup.run_id, insecure=self.setup.config.net.insecure)
+        self.server = Server.bind(
+            self.bind, ToCoord, kind="coord", name="coord", run_id=self.setup.run_id, insecure=self.setup.config.net.insecure, keys=self.setup.keys
+        )
         (self.setup.run_dir / "run.toml").write_text(self.setup.resolved.toml(), encoding="utf-8")  # not before the run is ours alone
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -100,7 +102,9 @@ class Coordinator:
             if not sys.stderr.isatty():
                 click.echo(f"{len(self.plans)} processes started; their logs are in {self.logs}", err=True)
             buffer = next(p.address for p in self.plans.values() if p.kind == "buffer")
-            client = Client.connect(buffer, FromBuffer, kind="observer", name="coord", incarnation=os.urandom(6).hex(), on_push=self._on_buffer)
+            client = Client.connect(
+                buffer, FromBuffer, kind="coord", name="coord", incarnation=os.urandom(6).hex(), on_push=self._on_buffer, keys=self.setup.keys
+            )
             self._buffer = client
             watching = asyncio.create_task(self._subscribe(client))
             self._feed_roles(r.Tick())

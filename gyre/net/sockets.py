@@ -5,8 +5,9 @@ Invariants
   hello and repeats what it had asked. So servers may restart at any time and requests must be idempotent.
 - A request is repeated until it is answered or its deadline passes, and the error names what was waited for.
 - Sending never blocks: each socket's queue is bounded, and what does not fit is dropped, logged and made up for by the repetition.
+- A server takes from a client what its kind may say, and refuses and counts the rest. With keys the kind is the key's, at every message.
 
-Not here: authentication (until there are keys, `check_bind` keeps sockets on this machine).
+Not here: which kind may say what (gyre/wire/speakers.py), keys (keys.py). Without keys `check_bind` keeps sockets on this machine.
 """
 
 from __future__ import annotations
@@ -28,15 +29,18 @@ import zmq
 
 from gyre.errors import DeadlineExceeded, Refused, UsageError
 from gyre.net.endpoints import check_bind
+from gyre.net.keys import Keys, Refusals
 from gyre.wire.arrays import Array
 from gyre.wire.codec import Arrays, Decoder, Frame, WireError, encode
 from gyre.wire.messages import WIRE_VERSION, Hello, HelloRequired, Message, Refuse, Welcome
+from gyre.wire.speakers import ANSWERED_BY, may
 
 log = logging.getLogger(__name__)
 
 _QUEUE: Final = 20_000  # messages a socket holds in each direction
 _HELLO_EVERY_S: Final = 0.5
 _BATCH: Final = 256  # messages taken before other tasks get their turn
+_MOST_BYTES: Final = 256 << 20  # of a frame that comes over tcp; the connection of a longer one is closed
 
 _prefix = os.urandom(5).hex()
 _count = itertools.count()
@@ -68,10 +72,12 @@ class _Socket:
 
     def __init__(self, kind: int, address: str) -> None:
         self.zmq: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+        self.guarded = False
         self.zmq.setsockopt(zmq.LINGER, 500)  # ms: last replies still go out when a process ends
         self.zmq.setsockopt(zmq.SNDHWM, _QUEUE)
         self.zmq.setsockopt(zmq.RCVHWM, _QUEUE)
         self.zmq.setsockopt(zmq.IPV6, int("[" in address))
+        self.zmq.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES if address.startswith("tcp://") else -1)
         self._wake = asyncio.Event()
         self._fd: int = self.zmq.fileno()
         self._loop = asyncio.get_running_loop()
@@ -84,13 +90,17 @@ class _Socket:
         finally:
             self._wake.set()
 
-    async def receive(self) -> list[list[bytes]]:
-        """The messages that have arrived, at least one, at most a batch."""
+    async def receive(self) -> list[tuple[str, list[bytes]]]:
+        """The messages that have arrived, at least one, at most a batch, each with the public key of its sender (of a guarded socket, else "")."""
         while True:
-            batch: list[list[bytes]] = []
+            batch: list[tuple[str, list[bytes]]] = []
             try:
                 while len(batch) < _BATCH:
-                    batch.append(self.zmq.recv_multipart(zmq.DONTWAIT))
+                    if self.guarded:
+                        frames = self.zmq.recv_multipart(zmq.DONTWAIT, copy=False)
+                        batch.append((str(frames[-1].get("User-Id")), [frame.bytes for frame in frames]))
+                    else:
+                        batch.append(("", self.zmq.recv_multipart(zmq.DONTWAIT)))
                 self._wake.set()  # there may be more
             except zmq.Again:
                 pass
@@ -109,22 +119,30 @@ class _Socket:
 class Server:
     """The ROUTER of a process. Answers hellos itself, hands everything else to the handler of `serve`."""
 
-    def __init__(self, sock: _Socket, address: str, incoming: Any, welcome: Welcome, lock: int | None) -> None:
+    def __init__(
+        self, sock: _Socket, address: str, incoming: Any, kind: str, welcome: Welcome, lock: int | None, keys: Keys | None, refusals: Refusals | None
+    ) -> None:  # fmt: skip
         self.address = address
         self.incarnation = welcome.incarnation
+        self.kind = kind
+        self.refused = 0  # messages and hellos that their senders' kind may not say
         self._sock = sock
         self._decoder = Decoder(incoming)
         self._welcome = welcome
         self._peers: dict[bytes, Peer] = {}
         self._lock = lock
+        self._keys, self._refusals = keys, refusals
 
     @classmethod
-    def bind(cls, address: str, incoming: Any, *, kind: str, name: str, run_id: str, insecure: bool = False) -> Server:
-        """Bind `address`. Raises `UsageError` for an address in use, not allowed or not usable."""
-        check_bind(address, insecure)
+    def bind(cls, address: str, incoming: Any, *, kind: str, name: str, run_id: str, insecure: bool = False, keys: Keys | None = None) -> Server:
+        """Bind `address`; `keys` guard it if it is tcp. Raises `UsageError` for an address in use, not allowed or not usable."""
+        check_bind(address, insecure or keys is not None)
         lock = _claim_ipc(address)
         sock = _Socket(zmq.ROUTER, address)
         sock.zmq.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        refusals = None
+        if keys is not None and address.startswith("tcp://"):
+            refusals, sock.guarded = keys.guard(sock.zmq, f"{name}-{mint()}"), True
         try:
             sock.zmq.bind(address)
         except zmq.ZMQError as e:
@@ -133,7 +151,13 @@ class Server:
                 raise UsageError("--bind", f"{address} is in use", "stop its holder or bind another address") from None
             raise UsageError("--bind", f"{address} cannot be bound ({e})", "give tcp://127.0.0.1:PORT or ipc://PATH") from None
         real = sock.zmq.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        return cls(sock, real, incoming, Welcome(id=mint(), wire_version=WIRE_VERSION, run_id=run_id, incarnation=os.urandom(6).hex()), lock)
+        welcome = Welcome(id=mint(), wire_version=WIRE_VERSION, run_id=run_id, incarnation=os.urandom(6).hex())
+        return cls(sock, real, incoming, kind, welcome, lock, keys, refusals)
+
+    @property
+    def strangers(self) -> int:
+        """Connections refused for a key that is none of the run's."""
+        return self._refusals.count if self._refusals is not None else 0
 
     def send(self, peer: Peer, message: Message, arrays: Mapping[str, Array] | None = None) -> None:
         """Queue a message for a client; a client that is gone, or whose queue is full, misses it and will ask again."""
@@ -150,8 +174,8 @@ class Server:
     async def serve(self, handler: Handler) -> None:
         """Handle messages until cancelled. What the handler raises ends the server."""
         while True:
-            for identity, *frames in await self._sock.receive():
-                peer, message, arrays = self._accept(identity, frames)
+            for key, (identity, *frames) in await self._sock.receive():
+                peer, message, arrays = self._accept(key, identity, frames)
                 if peer is None or message is None:
                     continue
                 answer = handler(peer, message, arrays)
@@ -159,22 +183,34 @@ class Server:
                     await answer
             await asyncio.sleep(0)
 
-    def _accept(self, identity: bytes, frames: list[bytes]) -> tuple[Peer | None, Message | None, Arrays]:
+    def _accept(self, key: str, identity: bytes, frames: list[bytes]) -> tuple[Peer | None, Message | None, Arrays]:
         try:
             message, arrays = self._decoder.decode(frames)
         except WireError as e:
             log.warning("from %r: %s", self._peers.get(identity, identity), e)
             return None, None, {}
+        kind = self._keys.kind_of(key) if self._sock.guarded and self._keys is not None else None  # None: nobody can prove one
         if isinstance(message, Hello):
-            self._greet(identity, message)
+            self._greet(identity, message, kind)
             return None, None, {}
         peer = self._peers.get(identity)
         if peer is None:
             self._put(identity, HelloRequired(id=mint(), cause=message.id))
+        elif kind not in (None, peer.kind) or not may(self.kind, peer.kind, message):
+            self._refuse(identity, message, f"{peer.kind} {peer.name} may not send {type(message).__name__} to gyre-{self.kind}")
+            return None, None, {}
         return peer, message, arrays
 
-    def _greet(self, identity: bytes, hello: Hello) -> None:
-        if hello.wire_version != WIRE_VERSION:
+    def _refuse(self, identity: bytes, message: Message, reason: str) -> None:
+        self.refused += 1
+        if self.refused & (self.refused - 1) == 0:
+            log.warning("refused (%d so far): %s", self.refused, reason)
+        self._put(identity, Refuse(id=mint(), cause=message.id, reason=reason))
+
+    def _greet(self, identity: bytes, hello: Hello, kind: str | None) -> None:
+        if kind not in (None, hello.kind):
+            reason = f"{hello.kind} {hello.name} shows the key of {kind}: give each process the keys of its kind"
+        elif hello.wire_version != WIRE_VERSION:
             reason = f"{hello.kind} {hello.name} speaks wire version {hello.wire_version}, this process {WIRE_VERSION}: run the same gyre on both"
         elif hello.run_id and hello.run_id != self._welcome.run_id:
             reason = f"{hello.kind} {hello.name} belongs to run {hello.run_id}, this process to {self._welcome.run_id}"
@@ -182,8 +218,7 @@ class Server:
             self._peers[identity] = Peer(identity, hello.kind, hello.name, hello.incarnation, hello.pid)
             self._put(identity, msgspec.structs.replace(self._welcome, id=mint(), cause=hello.id))
             return
-        log.warning("refused: %s", reason)
-        self._put(identity, Refuse(id=mint(), cause=hello.id, reason=reason))
+        self._refuse(identity, hello, reason)
 
     def close(self) -> None:
         self._sock.close()
@@ -212,7 +247,9 @@ def _claim_ipc(address: str) -> int | None:
 class Client:
     """A DEALER to one server. Reconnects for ever; requests are repeated until answered."""
 
-    def __init__(self, address: str, incoming: Any, hello: Hello, resend_s: float, on_push: Callable[[Message, Arrays], None] | None) -> None:
+    def __init__(
+        self, address: str, incoming: Any, hello: Hello, resend_s: float, on_push: Callable[[Message, Arrays], None] | None, keys: Keys | None
+    ) -> None:  # fmt: skip
         self.address = address
         self.server: Welcome | None = None
         self._hello = hello
@@ -226,6 +263,10 @@ class Client:
         self._sock.zmq.setsockopt(zmq.ROUTING_ID, f"{hello.name}:{hello.incarnation}:{mint()}".encode()[-200:])
         self._sock.zmq.setsockopt(zmq.RECONNECT_IVL, 50)
         self._sock.zmq.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._monitor: zmq.Socket[bytes] | None = None
+        if keys is not None and address.startswith("tcp://"):
+            keys.present(self._sock.zmq, ANSWERED_BY[incoming])
+            self._monitor = self._sock.zmq.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
         try:
             self._sock.zmq.connect(address)
         except zmq.ZMQError as e:
@@ -245,13 +286,20 @@ class Client:
         run_id: str = "",
         resend_s: float = 5.0,
         on_push: Callable[[Message, Arrays], None] | None = None,
+        keys: Keys | None = None,
     ) -> Client:
-        """Begin to connect; returns at once."""
+        """Begin to connect; returns at once. `keys` are shown to a server at a tcp address."""
         hello = Hello(
             id=mint(), wire_version=WIRE_VERSION, kind=kind, name=name, incarnation=incarnation, run_id=run_id,
             host=socket.gethostname(), pid=os.getpid(),
         )  # fmt: skip
-        return cls(address, incoming, hello, resend_s, on_push)
+        return cls(address, incoming, hello, resend_s, on_push, keys)
+
+    def _who(self, what: str) -> str:
+        """What is waited for, where, and what is known of why."""
+        if self._monitor is not None and self._monitor.poll(0):
+            return f"{what} at {self.address}, which refuses this process's key (is net.keys that of this run?)"
+        return f"{what} at {self.address}"
 
     async def ready(self, deadline_s: float, what: str) -> Welcome:
         """Wait until the server welcomed us. Raises `DeadlineExceeded` naming `what`, or `Refused`."""
@@ -259,7 +307,7 @@ class Client:
             async with asyncio.timeout(deadline_s):
                 await self._welcomed.wait()
         except TimeoutError:
-            raise DeadlineExceeded(f"{what} at {self.address}", deadline_s) from None
+            raise DeadlineExceeded(self._who(what), deadline_s) from None
         if self._refused is not None:
             raise Refused(self._refused.reason)
         assert self.server is not None
@@ -288,9 +336,9 @@ class Client:
                     self._task.result()
                 if self.server is None and not said:
                     said = True
-                    log.info("waiting for %s: nobody answers at %s", what, self.address)
+                    log.info("nobody answers yet: waiting for %s", self._who(what))
                 if time.monotonic() - started >= deadline_s:
-                    raise DeadlineExceeded(f"{what} at {self.address}", deadline_s)
+                    raise DeadlineExceeded(self._who(what), deadline_s)
         finally:
             del self._pending[message.id]
             future.cancel()
@@ -309,7 +357,7 @@ class Client:
         greeter = asyncio.create_task(self._greet())
         try:
             while True:
-                for frames in await self._sock.receive():
+                for _, frames in await self._sock.receive():
                     self._dispatch(frames)
                 await asyncio.sleep(0)
         finally:
@@ -349,4 +397,7 @@ class Client:
 
     def close(self) -> None:
         self._task.cancel()
+        if self._monitor is not None:
+            self._sock.zmq.disable_monitor()
+            self._monitor.close(0)
         self._sock.close()

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final
 
+from gyre.net.keys import Keys
 from gyre.net.sockets import Client, mint
 from gyre.types import Version
 from gyre.wire.codec import Arrays
@@ -31,7 +32,7 @@ _HEARTBEAT_S: Final = 1.0
 class Worker:
     """Async context of a process's whole life."""
 
-    def __init__(self, coord: str | None, *, kind: str, name: str, run_id: str, grace_s: float = 600.0) -> None:
+    def __init__(self, coord: str | None, *, kind: str, name: str, run_id: str, grace_s: float = 600.0, keys: Keys | None = None) -> None:
         self.kind, self.name = kind, name
         self.incarnation = os.urandom(6).hex()
         self.stop: asyncio.Event
@@ -47,6 +48,7 @@ class Worker:
         self._status: tuple[str, str, dict[str, float]] = ("starting", "", {})
         self._beat: asyncio.Task[None] | None = None
         self._grace_s = grace_s
+        self._keys = keys
         self._silent_s = 0.0  # since the coordinator was heard; time in which this process itself stood still does not count
 
     def status(self, phase: str, detail: str = "", **gauges: float) -> None:
@@ -86,6 +88,7 @@ class Worker:
                 incarnation=self.incarnation,
                 run_id=self._run_id,
                 on_push=self._on_push,
+                keys=self._keys,
             )
             self._beat = asyncio.create_task(self._heartbeat())
         return self

@@ -198,6 +198,7 @@ async def run(setup: Setup, worker: Worker, *, follow: bool = True, auto: bool =
         name=cell,
         run_id=setup.run_id,
         insecure=config.net.insecure,
+        keys=setup.keys,
     )
     worker.cell, worker.address = cell, server.address
     desk = Desk(server, cell, config.rollout.context)
@@ -307,6 +308,7 @@ class Part:
                 run_id=self._setup.run_id,
                 request_timeout_s=net.request_timeout_s,
                 resend_s=net.resend_s,
+                keys=self._setup.keys,
             )
             try:
                 await client.run(self._setup.config.run.start_timeout_s)

@@ -42,7 +42,9 @@ _DESCRIPTORS: Final = 256  # beside those of connections
 async def run(setup: Setup, worker: Worker, drain_s: float = 5.0) -> None:
     """Run tickets until the buffer says that no more are needed, or until told to stop."""
     config = setup.config
-    identity: dict[str, Any] = {"name": setup.name, "incarnation": worker.incarnation, "run_id": setup.run_id, "resend_s": config.net.resend_s}
+    identity: dict[str, Any] = {
+        "name": setup.name, "incarnation": worker.incarnation, "run_id": setup.run_id, "resend_s": config.net.resend_s, "keys": setup.keys
+    }  # fmt: skip
     buffer = Client.connect(setup.buffer, FromBuffer, kind="sandbox", **identity)
     patience_s = max(config.net.request_timeout_s, config.run.start_timeout_s)
     router = Router.connect(setup.rollouts, config.net.engine_timeout_s, patience_s, **identity)

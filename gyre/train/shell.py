@@ -153,11 +153,12 @@ class Cell:
         name = s.name or self.name
         if listen:
             address = s.bind or endpoint(s.run_dir, "train", "" if alone else self.name)
-            self.server = Server.bind(address, ToTrain, kind="train", name=name, run_id=s.run_id, insecure=insecure)
+            self.server = Server.bind(address, ToTrain, kind="train", name=name, run_id=s.run_id, insecure=insecure, keys=s.keys)
             self._policy = PolicyServer(self.server.send)
         self._client = Client.connect(
-            s.buffer, FromBuffer, kind="train", name=name, incarnation=self.worker.incarnation, run_id=s.run_id, resend_s=self.config.net.resend_s
-        )
+            s.buffer, FromBuffer, kind="train", name=name, incarnation=self.worker.incarnation, run_id=s.run_id,
+            resend_s=self.config.net.resend_s, keys=s.keys,
+        )  # fmt: skip
         self.worker.cell, self.worker.address = self.name, self.server.address if self.server is not None else ""
 
     def close(self) -> None:
@@ -301,8 +302,9 @@ class Cell:
         ledger = Ledger(client, config, cell=self.name, incarnation=worker.incarnation)
         collective = self._collective(learner)
         link = Client.connect(
-            address, FromTrain, kind="train", name=self.name, incarnation=worker.incarnation, run_id=self.setup.run_id, resend_s=config.net.resend_s
-        )
+            address, FromTrain, kind="train", name=self.name, incarnation=worker.incarnation, run_id=self.setup.run_id,
+            resend_s=config.net.resend_s, keys=self.setup.keys,
+        )  # fmt: skip
         core = CoreLink(link, learner.install, self.compute, config, cell=self.name, ranks=how_many(config))
 
         def turn() -> None:

@@ -21,6 +21,7 @@ from typing import Final, Protocol
 import msgspec
 
 from gyre.errors import DeadlineExceeded
+from gyre.net.keys import Keys
 from gyre.net.sockets import Client, Peer, mint
 from gyre.types import TensorSpec, Version
 from gyre.weights.snapshot import Gone, Snapshot, SnapshotStore, checksum_of
@@ -208,6 +209,7 @@ class PolicyClient:
         resend_s: float = 5.0,
         chunk_bytes: int = CHUNK_BYTES,
         watch_every_s: float = WATCH_EVERY_S,
+        keys: Keys | None = None,
     ) -> None:
         self._address = address
         self._load = load
@@ -218,6 +220,7 @@ class PolicyClient:
         self._resend_s = resend_s
         self._chunk_bytes = chunk_bytes
         self._watch_every_s = watch_every_s
+        self._keys = keys
         self._offer: PolicyAvailable | None = None
         self._offered = asyncio.Event()
         self.version: Version | None = None
@@ -233,6 +236,7 @@ class PolicyClient:
             run_id=self._run_id,
             resend_s=self._resend_s,
             on_push=self._on_push,
+            keys=self._keys,
         )
         tasks: list[asyncio.Task[None]] = []
         try:

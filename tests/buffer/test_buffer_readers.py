@@ -58,11 +58,12 @@ def test_a_late_subscriber_is_told_the_state_first(tmp_path: Path) -> None:
             assert (snapshot.published, snapshot.term, snapshot.admitted) == (Version(1, 0), 1, 12)
             assert sum(snapshot.states.values()) == snapshot.admitted
 
-            leased, _ = await core.request(w.LeaseTickets(id=mint(), n=2, wait_s=0.0), deadline_s=DEADLINE_S, what="tickets")
+            box = Client.connect(s.buffer, w.FromBuffer, kind="sandbox", name="box", incarnation="1", resend_s=0.3)
+            leased, _ = await box.request(w.LeaseTickets(id=mint(), n=2, wait_s=0.0), deadline_s=DEADLINE_S, what="tickets")
             assert isinstance(leased, w.Tickets) and len(leased.tickets) == 2
             change = await pushed.get()
             assert isinstance(change, w.Counters) and change.states["running"] == 2 and sum(change.states.values()) == 12
-            for client in (core, late):
+            for client in (core, box, late):
                 client.close()
             worker.stop.set()
             await running

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from whole_run import DEADLINE_S, QUICKSTART, ROOT, Run, backend
+
+from gyre.net.keys import load
+from gyre.wire.speakers import KINDS
 
 FIELDS = """
     schema run_id query_id group_id rollout_id trajectory_id step epoch index n_trajectories leaf_class ending reward advantage rewards
@@ -97,6 +101,26 @@ def test_by_hand(tmp_path: Path, tiny_model: Path) -> None:
     assert "3 of 3 steps" in done.stdout
     run = Run(tmp_path, tiny_model, tmp_path / "tasks")
     assert run.report()["tokens"]["trainable"] > 0  # type: ignore[index]
+
+
+def test_by_hand_over_tcp_with_keys(run: Run) -> None:
+    """Each process has its kind's keys and the addresses of others; no secret is in a log or the run directory."""
+    keys = run.folder / "keys"
+    subprocess.run([sys.executable, "-m", "gyre_commands.keys", str(keys)], check=True, timeout=DEADLINE_S, capture_output=True)
+    at = {}
+    for kind in ("buffer", "train", "rollout"):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            at[kind] = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    knows = {"buffer": (), "train": ("buffer",), "rollout": ("train",), "sandbox": ("buffer", "rollout")}
+    for kind, others in knows.items():
+        flags = [word for other in others for word in (f"--{other}", at[other])] + (["--bind", at[kind]] if kind in at else [])
+        run.start(kind, "--set", f"net.keys={keys}", *flags)
+    run.finish()
+    assert run.report()["counts"]["consumed"] == 32  # type: ignore[index]
+    secrets = [load(keys, kind).secret for kind in KINDS]
+    logs = [run.folder / f"{kind}.log" for kind in knows]
+    for file in [*logs, *(f for f in run.dir.rglob("*") if f.is_file())]:
+        assert not any(secret in file.read_bytes() for secret in secrets), file
 
 
 @pytest.mark.parametrize("mu", [2, 3])

@@ -189,7 +189,7 @@ class Router:
 
     @classmethod
     def connect(cls, addresses: Sequence[str], timeout_s: float, patience_s: float, **identity: Any) -> Router:
-        """`identity`: name, incarnation, run_id, resend_s of `Client.connect`."""
+        """`identity`: name, incarnation, run_id, resend_s, keys of `Client.connect`."""
         return cls(addresses, lambda a: Client.connect(a, FromRollout, kind="sandbox", **identity), timeout_s, patience_s)
 
     @property
