@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gyre.config import Sandbox
     from gyre.sandbox.backends.base import Backend
     from gyre.sandbox.run_task import Check, Result
+    from gyre.sandbox.task import Task
 
 F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
@@ -70,6 +71,7 @@ def run(
         argv = command(harness_cmd, "--harness-cmd", "") if harness_cmd is not None else []
 
         async def job(backend: Backend, table: Sandbox) -> Result:
+            say_notes(backend, [task])
             return await run_task(backend, task, table, "command" if argv else harness or "oracle", argv)
 
         result = with_backend(given, job)
@@ -94,7 +96,7 @@ def run(
 def check(tasks: tuple[Path, ...], jobs: int, as_json: bool, **given: Any) -> None:
     """Check that each task's oracle gets 1 and that doing nothing gets 0.
 
-    TASKS are task directories, or directories of them. Exit 1 if one is not sound.
+    TASKS are task directories, directories of them, or lists of them (JSON lines with a path). Exit 1 if one is not sound.
     """
 
     def body() -> int:
@@ -106,6 +108,7 @@ def check(tasks: tuple[Path, ...], jobs: int, as_json: bool, **given: Any) -> No
         checks: list[Check] = []
 
         async def job(backend: Backend, table: Sandbox) -> None:
+            say_notes(backend, loaded)
             with Progress(len(loaded), as_json) as progress:
 
                 def report(done: Check) -> None:
@@ -147,15 +150,28 @@ def with_backend(given: dict[str, Any], job: Callable[[Backend, Sandbox], Awaita
     return asyncio.run(work())
 
 
-def load(paths: tuple[Path, ...]) -> list[Any] | None:
+def say_notes(backend: Backend, tasks: list[Task]) -> None:
+    """What tasks ask for and are not given, on stderr: one line per kind, with the number of tasks."""
+    import collections
+
+    notes = collections.Counter(note for task in tasks for note in task.notes)
+    if backend.name != "docker" and (n := sum(task.needs_image for task in tasks)):
+        notes[f"an image of its own: {backend.name} has none, its sandboxes see this machine's /usr"] = n
+    for note, n in notes.items():
+        click.echo(f"{tasks[0].name if len(tasks) == 1 else f'{n} of {len(tasks)} tasks'}: {note}", err=True)
+
+
+def load(paths: tuple[Path, ...]) -> list[Task] | None:
     """All tasks, or None after naming every fault."""
-    from gyre.sandbox.task import find_tasks, load_task
+    from gyre.inputs import task_dirs
+    from gyre.sandbox.task import load_task
 
     loaded, faults = [], 0
-    for path in [task for given in paths for task in find_tasks(given)]:
+    for path in [task for given in paths for task in task_dirs(given)]:
         try:
             task = load_task(path)
             task.oracle_argv()
+            task.verifier_argv()
             loaded.append(task)
         except UsageError as e:
             faults += 1

@@ -55,8 +55,8 @@ class Model(Table, frozen=True, kw_only=True):
 class Tasks(Table, frozen=True, kw_only=True):
     """What is trained and evaluated on."""
 
-    train: Annotated[str, _doc("Directory of Harbor task directories (or one task directory) to train on.", path=True)] = ""
-    heldout: Annotated[str, _doc('Directory of held-out tasks for evaluation; "" for none.', path=True)] = ""
+    train: Annotated[str, _doc("Directory of Harbor task directories (or one, or a list in JSON lines) to train on.", path=True)] = ""
+    heldout: Annotated[str, _doc('Held-out tasks for evaluation, given likewise; "" for none.', path=True)] = ""
     epochs: Annotated[int, _doc("Passes over the training tasks before the run runs out of queries; 0 for no end.", ge=0)] = 0
     eval_every: Annotated[int, _doc("Evaluate every so many publications, and at the first and the last; 0 for never.", ge=0)] = 0
     eval_tasks: Annotated[int, _doc("Held-out tasks per evaluation (evenly spaced over their names); 0 for all.", ge=0)] = 0

@@ -61,17 +61,11 @@ class QueryStream:
         return self._tasks[self._order[1][position]], epoch
 
 
-def load_tasks(directory: str, key: str) -> tuple[Task, ...]:
-    """The task directories under `directory`, or itself if it is one, sorted by name. Raises `UsageError` naming `key`."""
-    root = Path(directory)
-    if not root.is_dir():
-        raise UsageError(
-            directory or "run.toml", "no such task directory" if directory else "not set", f"set {key} to a directory of Harbor tasks", key
-        )
-    found = [root] if (root / "task.toml").is_file() else sorted(d for d in root.iterdir() if (d / "task.toml").is_file())
-    if not found:
-        raise UsageError(directory, "holds no task (a directory with task.toml)", f"set {key} to a directory of Harbor tasks", key)
-    return tuple(_load(d) for d in found)
+def load_tasks(place: str, key: str) -> tuple[Task, ...]:
+    """The tasks of a set (`inputs.task_dirs`). Raises `UsageError` naming `key`."""
+    if not place:
+        raise UsageError("run.toml", "not set", f"set {key} to a directory of Harbor tasks, or a list of them", key)
+    return tuple(_load(d) for d in inputs.task_dirs(Path(place), key))
 
 
 def _load(directory: Path) -> Task:

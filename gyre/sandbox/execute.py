@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -49,12 +50,15 @@ from gyre.sandbox.gateway.session import Limits as SessionLimits
 from gyre.sandbox.gateway.session import Outcome, Session
 from gyre.sandbox.grade import grade
 from gyre.sandbox.harness.launch import BASE_URL, launch
+from gyre.sandbox.healthcheck import healthy
 from gyre.sandbox.run_task import printable
 from gyre.sandbox.task import Task, load_task, tighter_s
 from gyre.trajectory.classes import rules_of
 from gyre.types import ENDINGS, Ending, Purpose, Sampling, Ticket
 from gyre.wire.arrays import Array, f32, i32
 from gyre.wire.messages import RolloutEnded
+
+log = logging.getLogger(__name__)
 
 FORWARD: Final = "/run/gyre/forward.py"
 FILES: Final = "/run/gyre/home"
@@ -78,6 +82,19 @@ class _Stop(Exception):
         self.ending, self.detail = ending, detail
 
 
+@contextmanager
+def _setting_up() -> Iterator[None]:
+    """Faults of a workspace's set-up are endings."""
+    try:
+        yield
+    except (UsageError, TaskSetupFailed) as e:
+        raise _Stop(Ending.TASK_SETUP_FAILED, str(e)) from None
+    except (InfraSetupFailed, DeadlineExceeded) as e:
+        raise _Stop(Ending.INFRA_SETUP_FAILED, str(e)) from None
+    except SandboxLost as e:
+        raise _Stop(Ending.SANDBOX_LOST, str(e)) from None
+
+
 class _Agent(NamedTuple):
     """What the harness did."""
 
@@ -95,6 +112,7 @@ class Executor:
         self._launch = launch(config)
         self._rules = rules_of(self._launch.name, config.trajectory.leaf_rules)
         self._tasks: dict[str, Task] = {}
+        self._noted: set[str] = set()
         self._numbers = itertools.count()
         self._home = _make_home()
         if self._launch.home:
@@ -168,19 +186,15 @@ class Executor:
         """The task and a workspace for it, dropped in the end."""
         started = time.monotonic()
         sandbox = self._config.sandbox
-        try:
+        with _setting_up():
             task = self._task(ticket.task)
-            size_mb = task.limits(self._limits(1.0)).workspace_mb
+            limits = task.limits(self._limits(1.0))
             source = str(task.workspace) if task.workspace else None
-            workspace = await self._backend.workspace(source, size_mb, place=task.workdir, timeout_s=sandbox.setup_timeout_s)
-        except (UsageError, TaskSetupFailed) as e:
-            raise _Stop(Ending.TASK_SETUP_FAILED, str(e)) from None
-        except (InfraSetupFailed, DeadlineExceeded) as e:
-            raise _Stop(Ending.INFRA_SETUP_FAILED, str(e)) from None
-        except SandboxLost as e:
-            raise _Stop(Ending.SANDBOX_LOST, str(e)) from None
-        seconds["setup"] = time.monotonic() - started
+            workspace = await self._backend.workspace(source, limits.workspace_mb, place=task.workdir, timeout_s=sandbox.setup_timeout_s)
         try:
+            with _setting_up():
+                await healthy(self._backend, workspace, task.healthcheck, task.env, limits)
+            seconds["setup"] = time.monotonic() - started
             yield task, workspace
         finally:
             with suppress(SandboxLost):  # then there is nothing left to drop
@@ -264,6 +278,9 @@ class Executor:
             if len(self._tasks) >= _CACHED_TASKS:
                 self._tasks.clear()
             task = self._tasks[path] = load_task(Path(path))
+            for note in set(task.notes) - self._noted:
+                log.warning("%s: %s (said once, whatever other tasks ask for it)", path, note)
+            self._noted |= set(task.notes)
         return task
 
     def _limits(self, timeout_s: float) -> Limits:

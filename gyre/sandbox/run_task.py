@@ -32,6 +32,7 @@ from gyre.sandbox.backends.base import (
     Workspace,
 )
 from gyre.sandbox.grade import Grade, grade
+from gyre.sandbox.healthcheck import healthy
 from gyre.sandbox.task import Task, tighter_s
 from gyre.types import Ending
 
@@ -94,7 +95,8 @@ def agent_spec(task: Task, workspace: Workspace, argv: Sequence[str], limits: Li
         binds.append(Bind(harness_dir, HARNESS))
     if oracle:
         binds.append(Bind(str(task.solution), SOLUTION))
-    return Spec(workspace=workspace, argv=argv, limits=limits, env=task.env, binds=binds)
+    env = {**task.env, **task.solution_env} if oracle else task.env
+    return Spec(workspace=workspace, argv=argv, limits=limits, env=env, binds=binds)
 
 
 async def run_task(backend: Backend, task: Task, table: Sandbox, harness: str, argv: Sequence[str] = ()) -> Result:
@@ -125,6 +127,7 @@ async def run_task(backend: Backend, task: Task, table: Sandbox, harness: str, a
     try:
         source = str(task.workspace) if task.workspace else None
         workspace = await backend.workspace(source, limits.workspace_mb, place=task.workdir, timeout_s=table.setup_timeout_s)
+        await healthy(backend, workspace, task.healthcheck, task.env, limits)
         seconds["setup"] = time.monotonic() - started
         if harness != NOP:
             ended = await backend.run(agent_spec(task, workspace, argv, limits, harness_dir=table.harness_dir, oracle=harness == ORACLE))

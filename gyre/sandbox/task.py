@@ -1,8 +1,8 @@
 """Harbor task directories: `instruction.md`, `task.toml`, `environment/`, `tests/test.sh`, optionally `solution/solve.sh`.
 
-The directory is someone else's format: keys that gyre has no use for are ignored, those it reads must have the right type. Every fault is a
-`UsageError` naming file, key and remedy. `environment/workspace/` is what a workspace starts with; its Dockerfile is for backends with images and
-not looked at here.
+The directory is someone else's format: those keys that gyre reads must have the right type, what becomes of all others is in harbor.py. Every fault
+is a `UsageError` naming file, key and remedy. `environment/workspace/` is what a workspace starts with; its Dockerfile is for backends with images
+and not looked at here.
 
 Loading reads `task.toml` and `instruction.md`; nothing of a task is executed or unpickled.
 """
@@ -18,7 +18,9 @@ import msgspec
 
 from gyre import inputs
 from gyre.errors import UsageError
+from gyre.sandbox import harbor
 from gyre.sandbox.backends.base import SOLUTION, TESTS, WORK, Limits
+from gyre.sandbox.healthcheck import Healthcheck
 
 MAX_INSTRUCTION_BYTES: Final = 1 << 20
 SYSTEM_PLACES: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/proc", "/sys", "/dev", "/run", "/opt", "/boot")
@@ -40,6 +42,10 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     storage_mb: int | None = None
     env: dict[str, str] = {}
     verifier_env: dict[str, str] = {}
+    solution_env: dict[str, str] = {}
+    healthcheck: Healthcheck | None = None
+    notes: tuple[str, ...] = ()  # what it asks for and is not given, a line each
+    needs_image: bool = False  # it names an image, or has a Dockerfile and nothing that would do without
 
     @property
     def tests(self) -> Path:
@@ -108,7 +114,8 @@ _SECTIONS: Final[dict[str, dict[str, type]]] = {
     "task": {"name": str},
     "agent": {"timeout_sec": float},
     "verifier": {"timeout_sec": float, "env": dict},
-    "environment": {"memory_mb": int, "storage_mb": int, "workdir": str, "env": dict},
+    "environment": {"memory_mb": int, "storage_mb": int, "memory": str, "storage": str, "workdir": str, "env": dict},
+    "solution": {"env": dict},
 }
 _WORDS: Final = {str: "a string", float: "a positive number", int: "a positive integer", dict: "a table of strings"}
 
@@ -119,13 +126,20 @@ def load_task(path: Path) -> Task:
     file = path / "task.toml"
     if not path.is_dir():
         raise UsageError(str(path), "no such directory", "give the path of a task directory")
-    values = _values(file)
+    data = inputs.toml(file, "give the path of a Harbor task directory, or of a directory of them")
+    values = _values(file, data)
+    harbor.refuse(path, data)
     instruction = _instruction(path / "instruction.md")
     if not (path / "tests" / "test.sh").is_file():
         raise UsageError(str(path / "tests" / "test.sh"), "no such file", "a task needs tests: add one that writes /logs/verifier/reward.txt")
     workdir = values.get("environment.workdir", WORK)
     _check_workdir(file, workdir)
     workspace = path / "environment" / "workspace"
+    envs: dict[str, dict[str, str]] = {}
+    notes = list(harbor.notes(data, workdir))
+    for section in ("environment", "verifier", "solution"):
+        envs[section], said = harbor.variables(f"{section}.env", values.get(f"{section}.env", {}))
+        notes += said
     return Task(
         path=path,
         name=values.get("task.name", path.name),
@@ -135,16 +149,38 @@ def load_task(path: Path) -> Task:
         has_solution=(path / "solution" / "solve.sh").is_file(),
         agent_timeout_s=values.get("agent.timeout_sec"),
         verifier_timeout_s=values.get("verifier.timeout_sec"),
-        memory_mb=values.get("environment.memory_mb"),
-        storage_mb=values.get("environment.storage_mb"),
-        env=values.get("environment.env", {}),
-        verifier_env=values.get("verifier.env", {}),
+        memory_mb=_size(file, values, "memory"),
+        storage_mb=_size(file, values, "storage"),
+        env=envs["environment"],
+        verifier_env=envs["verifier"],
+        solution_env=envs["solution"],
+        healthcheck=_healthcheck(file, data),
+        notes=tuple(notes),
+        needs_image="docker_image" in data.get("environment", {}) or ((workspace.parent / "Dockerfile").exists() and not workspace.is_dir()),
     )
 
 
-def _values(file: Path) -> dict[str, Any]:
+def _size(file: Path, values: dict[str, Any], name: str) -> int | None:
+    """MiB by either spelling."""
+    text = values.get(f"environment.{name}")
+    if text is None:
+        return values.get(f"environment.{name}_mb")
+    found = harbor.megabytes(text)
+    if not found:
+        raise UsageError(str(file), f"{text!r} is no size", f'write {name}_mb = 512, or "512M", "2G"', f"environment.{name}")
+    return found
+
+
+def _healthcheck(file: Path, data: dict[str, Any]) -> Healthcheck | None:
+    table = data.get("environment", {}).get("healthcheck")
+    try:
+        return None if table is None else msgspec.convert(table, Healthcheck)
+    except msgspec.ValidationError as e:
+        raise UsageError(str(file), str(e), 'write for example command = "test -f ready" and retries = 3', "environment.healthcheck") from None
+
+
+def _values(file: Path, data: dict[str, Any]) -> dict[str, Any]:
     """The keys of `_SECTIONS` that the file has, dotted."""
-    data = inputs.toml(file, "give the path of a Harbor task directory, or of a directory of them")
     values: dict[str, Any] = {}
     for section, keys in _SECTIONS.items():
         table = data.get(section, {})
@@ -190,14 +226,3 @@ def _check_workdir(file: Path, workdir: str) -> None:
     taken = any(place.is_relative_to(p) or PurePosixPath(p).is_relative_to(place) for p in (*SYSTEM_PLACES, *OTHER_PLACES))
     if place.root != "/" or ".." in place.parts or taken:
         raise UsageError(str(file), f"{workdir!r} cannot hold a workspace", 'give a directory of its own, such as "/work"', "environment.workdir")
-
-
-def find_tasks(path: Path) -> list[Path]:
-    """Task directories: `path` itself, or those in it, in the order of their names."""
-    if (path / "task.toml").exists():
-        return [path]
-    found = sorted(p.parent for p in path.glob("*/task.toml")) if path.is_dir() else []
-    if not found:
-        what = "holds no task directories" if path.is_dir() else "no such directory"
-        raise UsageError(str(path), what, "give a Harbor task directory (with a task.toml), or a directory of them")
-    return found

@@ -161,6 +161,8 @@ def test_a_task_set_names_what_is_missing(tmp_path):
     (task / "tests").mkdir()
     (task / "tests" / "test.sh").write_text("")
     assert load_task_set(str(tmp_path), str(task), 1).train == (Task(str(task), "edit"),)
+    (tmp_path / "list.jsonl").write_text('{"path": "a"}\n{"path": "a"}\n')
+    assert load_task_set(str(tmp_path / "list.jsonl"), "", 0).train == (Task(str(task), "edit"),) * 2
     (task / "task.toml").write_text("[metadata")
     with pytest.raises(UsageError, match=r"task\.toml: not TOML"):
         load_task_set(str(tmp_path), "", 0)

@@ -182,6 +182,10 @@ def test_a_failed_verifier_is_never_reward_0(run_ticket: Any, tmp_path: Path, ve
 def test_nothing_to_grade(run_ticket: Any, tmp_path: Path) -> None:
     ended, _ = run_ticket("finish", task=tmp_path / "missing")
     assert ended.message.ending is Ending.TASK_SETUP_FAILED and "no such directory" in ended.message.detail
+    unhealthy = '[environment.healthcheck]\ncommand = "echo not ready; exit 2"\nretries = 1\n'
+    ended, graded = run_ticket("finish", task=make_task(tmp_path / "unhealthy", toml=unhealthy))
+    assert (ended.message.ending, ended.message.calls, graded) == (Ending.TASK_SETUP_FAILED, [], [])
+    assert ended.message.detail == "the task's healthcheck failed 1 times, at last with status 2: not ready"
 
 
 class Broken(Process):

@@ -1,6 +1,8 @@
 """The command gyre-task: exit codes and what it prints."""
 
 import json
+import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -106,3 +108,52 @@ def test_tasks_of_a_harness_with_a_directory(make_task, tmp_path):
     done = gyre_task("run", make_task(), "--harness-cmd", "python3 -I /harness/go.py", "--set", f"sandbox.harness_dir={tmp_path / 'h'}", "--json")
     result = json.loads(done.stdout)
     assert (result["reward"], result["harness_exit"]) == (1.0, 0), result
+
+
+def test_a_list_and_notes(make_task, tmp_path):
+    make_task("a", toml="[environment]\nallow_internet = true\n")
+    make_task("b", toml='[environment]\nallow_internet = true\ndocker_image = "x:1"\n')
+    (tmp_path / "list.jsonl").write_text('{"path": "b"}\n{"path": "a"}\n')
+    done = gyre_task("check", tmp_path / "list.jsonl", "-j", 1)
+    assert (done.returncode, done.stdout) == (0, "ok    b  oracle 1  nop 0\nok    a  oracle 1  nop 0\n")
+    assert "2 of 2 tasks: environment: network public: sandboxes have none\n" in done.stderr
+    assert "1 of 2 tasks: an image of its own: bubblewrap has none" in done.stderr
+
+
+def test_a_healthcheck_comes_before_the_agent(make_task):
+    check = '[environment.healthcheck]\ncommand = "echo x >> tries; test $(wc -l < tries) -ge 3 && test $A = b"\ninterval_sec = 0.1\nretries = {}\n'
+    env = '[environment]\nenv = { A = "b" }\n'
+    good = make_task("good", toml=env + check.format(3), solve="test $(wc -l < tries) -eq 3 && echo yes > answer\n")
+    done = gyre_task("run", good, "--json")
+    assert json.loads(done.stdout)["reward"] == 1, done
+    done = gyre_task("run", make_task("bad", toml=env + check.format(2)), "--json")
+    result = json.loads(done.stdout)
+    assert (done.returncode, result["ending"], result["reward"]) == (1, "task_setup_failed", None)
+    assert "the task's healthcheck failed 2 times, at last with status 1" in result["detail"]
+
+
+def test_a_solution_has_variables_of_its_own(make_task):
+    path = make_task(toml='[solution]\nenv = { WHAT = "yes" }\n', solve="echo $WHAT > answer\n")
+    assert json.loads(gyre_task("run", path, "--json").stdout)["reward"] == 1
+    assert json.loads(gyre_task("run", path, "--json", "--harness-cmd", "sh -c 'echo $WHAT > answer'").stdout)["reward"] == 0
+
+
+def test_on_a_terminal_there_is_a_bar_and_then_a_table(make_task, tmp_path):
+    make_task("sound")
+    make_task("easy", test="echo 1 > $GYRE_LOGS/reward.txt")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, str(ROOT / "commands" / "task.py"), "check", str(tmp_path)]
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100"}
+    done = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+    os.close(theirs)
+    text = b""
+    try:
+        while data := os.read(ours, 65536):
+            text += data
+    except OSError:  # the terminal's other end is closed
+        pass
+    assert done.wait(60) == 1
+    shown = text.decode()
+    assert "checking" in shown and "2/2" in shown and "\x1b[" in shown
+    table = shown[shown.rindex("oracle") :]
+    assert "not sound" in table and "sound" in table and "1 of 2 tasks are sound" in table

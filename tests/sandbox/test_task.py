@@ -3,8 +3,9 @@
 import pytest
 
 from gyre.errors import UsageError
+from gyre.inputs import task_dirs
 from gyre.sandbox.backends.base import Limits
-from gyre.sandbox.task import find_tasks, load_task, script_argv, tighter_s
+from gyre.sandbox.task import load_task, script_argv, tighter_s
 
 TOML = """
 version = "1.0"
@@ -101,11 +102,123 @@ def test_missing_parts_are_named(make_task, tmp_path):
 def test_finding_tasks(make_task, tmp_path):
     b, a = make_task("b"), make_task("a")
     (tmp_path / "other").mkdir()
-    assert find_tasks(tmp_path) == [a, b]
-    assert find_tasks(a) == [a]
+    assert task_dirs(tmp_path) == [a, b]
+    assert task_dirs(a) == [a]
     for nothing in (tmp_path / "other", tmp_path / "none"):
         with pytest.raises(UsageError, match="give a Harbor task directory"):
-            find_tasks(nothing)
+            task_dirs(nothing)
+
+
+def test_a_list_of_tasks(make_task, tmp_path):
+    b, a = make_task("b"), make_task("a")
+    file = tmp_path / "some.jsonl"
+    file.write_text(f'{{"path": "b", "level": 3}}\n\n{{"path": "{a}"}}\n{{"path": "b"}}\n')
+    assert task_dirs(file) == [b, a, b]
+    for text, says in [
+        ("", "holds no task directories"),
+        ('{"path": "c"}', "some.jsonl: tasks.train: .*c is no task directory; paths are relative to the list"),
+        ('{"path": "a"}\n{"task": "b"}', "some.jsonl:2: tasks.train: no JSON object with a path; write"),
+        ("a\n", "some.jsonl:1"),
+        ('["a"]\n', "some.jsonl:1"),
+    ]:
+        file.write_text(text)
+        with pytest.raises(UsageError, match=says):
+            task_dirs(file, "tasks.train")
+
+
+PUBLIC = """
+schema_version = "1.1"
+artifacts = []
+[task]
+name = "org/thing"
+description = "What it is about."
+keywords = ["python"]
+[[task.authors]]
+name = "Somebody"
+[metadata]
+difficulty = "hard"
+expert_time_estimate_min = 120.0
+[verifier]
+timeout_sec = 900.0
+[agent]
+timeout_sec = 900.0
+[environment]
+build_timeout_sec = 600.0
+docker_image = "somebody/thing:1"
+cpus = 1
+memory = "2G"
+storage_mb = 10240
+gpus = 0
+allow_internet = true
+mcp_servers = []
+[verifier.env]
+[environment.env]
+[solution.env]
+"""
+
+
+def test_a_task_of_the_kind_that_is_published(make_task):
+    task = load_task(make_task(toml=PUBLIC))
+    assert (task.name, task.memory_mb, task.storage_mb, task.agent_timeout_s) == ("org/thing", 2048, 10240, 900)
+    assert task.notes == ("environment: network public: sandboxes have none",) and task.needs_image
+    assert not load_task(make_task("plain")).needs_image and load_task(make_task("plain2")).notes == ()
+
+
+def test_what_is_asked_for_and_not_given_is_named(make_task):
+    toml = """
+artifacts = ["/work/out.txt", "/var/log/x", { source = "/etc/y" }]
+colour = "blue"
+[agent]
+user = "agent"
+network_mode = "allowlist"
+allowed_hosts = ["example.org"]
+[verifier]
+user = 0
+environment_mode = "separate"
+env = { JUDGE = "${JUDGE:-none}", KEY = "${KEY}" }
+[[verifier.collect]]
+command = "true"
+[environment]
+network_mode = "no-network"
+env = { TOKEN = "x-${TOKEN}", PLAIN = "$PLAIN" }
+speed = 3
+skills_dir = "/skills"
+[[environment.mcp_servers]]
+name = "m"
+[solution]
+env = { HOW = "quick" }
+"""
+    task = load_task(make_task(toml=toml))
+    assert (task.env, task.verifier_env, task.solution_env) == ({"PLAIN": "$PLAIN"}, {"JUDGE": "none"}, {"HOW": "quick"})
+    named = sorted(note.partition(":")[0] for note in task.notes)
+    assert named == sorted(
+        ["agent", "agent.user = 'agent'", "verifier.user = 0", "environment.mcp_servers", "environment.skills_dir", "verifier.collect", "artifacts",
+         "artifacts", "colour", "environment.speed", "verifier.env.KEY", "environment.env.TOKEN"]
+    )  # fmt: skip
+
+
+def test_what_no_sandbox_has_is_refused(make_task):
+    for n, (toml, file, says) in enumerate(
+        [
+            ("", "environment/docker-compose.yaml", "several containers"),
+            ("", "tests/docker-compose.yml", "several containers"),
+            ("[[steps]]\nname = 'one'", "", "several steps"),
+            ("[environment]\nos = 'windows'", "", "sandboxes are Linux"),
+            ("[environment]\ngpus = 1", "", "environment.gpus: no sandbox has an accelerator"),
+            ("[verifier.environment]\ndocker_image = 'x'", "", "an image of its own"),
+            ("", "tests/Dockerfile", "an image of its own"),
+            ("[environment]\nmemory = 'much'", "", "environment.memory: 'much' is no size"),
+            ("[environment.healthcheck]\nretries = 2", "", "environment.healthcheck: .*missing required field `command`"),
+            ("[environment.healthcheck]\ncommand = 'true'\nretries = 0", "", "retries of at least 1"),
+        ]
+    ):
+        path = make_task(f"t{n}", toml=toml)
+        if file:
+            (path / file).parent.mkdir(exist_ok=True)
+            (path / file).write_text("")
+        with pytest.raises(UsageError, match=says) as e:
+            load_task(path)
+        assert "\n" not in str(e.value) and str(path) in str(e.value)
 
 
 @pytest.mark.parametrize(

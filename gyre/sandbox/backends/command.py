@@ -87,6 +87,8 @@ def arguments(features: Features, scratch: str, spec: Spec, binds: Sequence[tupl
     args += ["--bind", f"{spec.workspace.path}/work", spec.workspace.place]
     for source, target, readonly in binds:
         args += ["--ro-bind" if readonly else "--bind", source, target]
+    for hidden in features.python.hidden:
+        args += ["--perms", "0755", "--tmpfs", hidden, "--remount-ro", hidden]
     if logs:
         args += ["--bind", logs, LOGS]
     env = {"PATH": path, "HOME": "/tmp", "TMPDIR": "/tmp", "USER": "agent", "LANG": "C.UTF-8", "GYRE_WORK": spec.workspace.place}

@@ -2,7 +2,7 @@
 
 Harnesses and tests are written for `python3` and `python3 -m pytest`. A machine may have neither in /usr: then the interpreter gyre runs on,
 wherever it lies (below a home directory, say), is bound at its own path, and a virtual environment of it with pytest and nothing else is put
-first in PATH. gyre's own packages are never visible in a sandbox.
+first in PATH. gyre's own packages are never visible in a sandbox, nor are those that were installed beside that interpreter.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Interpreter(msgspec.Struct, frozen=True):
     packages: list[tuple[str, str]] = []  # (source on this machine, path in the environment)
     links: list[tuple[str, str]] = []  # (path in the environment, what it points to)
     home: str = ""  # to be bound at its own path, "" if it is below /usr
+    hidden: list[str] = []  # directories of packages of other people's, to be covered
 
 
 def find() -> Interpreter:
@@ -47,6 +48,7 @@ def find() -> Interpreter:
         packages=[(str(source), f"lib/{version}/site-packages/{source.name}") for source in packages],
         links=[("bin/python3", str(binary)), ("bin/python", "python3"), (f"bin/{version}", "python3")],
         home="" if base.resolve().is_relative_to("/usr") else str(base.resolve()),
+        hidden=[str(place) for place in (base.resolve() / "lib" / version / "site-packages",) if place.is_dir()],
     )
 
 
