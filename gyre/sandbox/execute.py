@@ -172,7 +172,8 @@ class Executor:
             task = self._task(ticket.task)
             size_mb = task.limits(self._limits(1.0)).workspace_mb
             source = str(task.workspace) if task.workspace else None
-            workspace = await self._backend.workspace(source, size_mb, place=task.workdir, timeout_s=sandbox.setup_timeout_s)
+            make = self._backend.workspace(source, size_mb, place=task.workdir, image=task.image, timeout_s=sandbox.setup_timeout_s)
+            workspace = await make
         except (UsageError, TaskSetupFailed) as e:
             raise _Stop(Ending.TASK_SETUP_FAILED, str(e)) from None
         except (InfraSetupFailed, DeadlineExceeded) as e:
@@ -268,7 +269,7 @@ class Executor:
 
     def _limits(self, timeout_s: float) -> Limits:
         s = self._config.sandbox
-        return Limits(memory_mb=s.memory_mb, pids=s.pids, workspace_mb=s.workspace_mb, output_kb=s.output_kb, timeout_s=timeout_s)
+        return Limits(memory_mb=s.memory_mb, pids=s.pids, workspace_mb=s.workspace_mb, output_kb=s.output_kb, timeout_s=timeout_s, cpus=s.cpus)
 
     def _session_limits(self, ticket: Ticket, deadline: float) -> SessionLimits:
         r = self._config.rollout

@@ -73,6 +73,7 @@ def base_limits(table: Sandbox) -> Limits:
         pids=table.pids,
         workspace_mb=table.workspace_mb,
         output_kb=table.output_kb,
+        cpus=table.cpus,
         timeout_s=table.harness_timeout_s,
     )
 
@@ -124,7 +125,8 @@ async def run_task(backend: Backend, task: Task, table: Sandbox, harness: str, a
     ended = None
     try:
         source = str(task.workspace) if task.workspace else None
-        workspace = await backend.workspace(source, limits.workspace_mb, place=task.workdir, timeout_s=table.setup_timeout_s)
+        make = backend.workspace(source, limits.workspace_mb, place=task.workdir, image=task.image, timeout_s=table.setup_timeout_s)
+        workspace = await make
         seconds["setup"] = time.monotonic() - started
         if harness != NOP:
             ended = await backend.run(agent_spec(task, workspace, argv, limits, harness_dir=table.harness_dir, oracle=harness == ORACLE))
