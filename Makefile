@@ -3,7 +3,7 @@
 #   PYTHON=python3.12      interpreter of the virtual environment (3.11 or newer)
 #   TORCH_INDEX=URL        index to take torch from, for example one with CPU builds
 #   UNSAFE=1               go on without bubblewrap: executions are then not contained
-#   GYRE_REQUIRE=bwrap,pi  fail, and do not skip, what needs bubblewrap, or a harness of that name
+#   GYRE_REQUIRE=bwrap,pi  fail, and do not skip, what needs bubblewrap, a harness of that name, docker or podman
 #   JOBS=2                 test files that run at the same time
 #   SEED=0  RUN=runs/demo  seed and run directory of the demo; HOSTS=FILE  RULE=NAME  STEPS=N  its cells, their rule, a shorter one
 
@@ -12,11 +12,11 @@ BIN := .venv/bin
 JOBS := 2
 export UNSAFE TORCH_INDEX PYTHON
 
-.PHONY: help setup harnesses demo test check bench docs clean
+.PHONY: help setup harnesses demo test test-docker test-all check bench docs clean
 
 help:
 	@sed -n '1,10s/^# \{0,1\}//p' Makefile
-	@echo "targets: setup harnesses demo test check bench docs clean"
+	@echo "targets: setup harnesses demo test test-docker test-all check bench docs clean"
 
 setup:
 	@sh .ci/setup
@@ -36,6 +36,13 @@ check: setup
 
 test: check
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test-docker: setup
+	sh .ci/docker
+	GYRE_CONTAINMENT=$${GYRE_CONTAINMENT:-check} $(BIN)/python tests/sandbox/engines.py $(BIN)/python -m pytest -p no:xdist \
+	    tests/sandbox tests/e2e/test_docker.py
+
+test-all: test test-docker
 
 bench: setup
 	$(BIN)/python tests/bench/run.py

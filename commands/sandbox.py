@@ -12,7 +12,7 @@ from gyre import cli
 @click.command()
 @cli.common(addresses=("buffer", "rollout", "coord"), named="sandbox")
 @click.option("--slots", type=int, help="Executions at once (sandbox.slots).")
-@click.option("--backend", type=click.Choice(["bubblewrap", "process", "paced"]), help="How executions are contained (sandbox.backend).")
+@click.option("--backend", type=click.Choice(["bubblewrap", "docker", "process", "paced"]), help="How executions are contained (sandbox.backend).")
 @click.option("--unsafe", is_flag=True, default=None, help="Accept what cannot contain an execution (sandbox.unsafe).")
 @click.option("--harness", help="Command of the harness (sandbox.harness).")
 def main(slots: int | None, backend: str | None, unsafe: bool | None, harness: str | None, **options: Any) -> None:

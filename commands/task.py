@@ -27,7 +27,7 @@ def options(f: F) -> F:
     """Options of both subcommands."""
     for option in reversed(
         [
-            click.option("--backend", type=click.Choice(["bubblewrap", "process"]), help="How executions are contained (sandbox.backend)."),
+            click.option("--backend", type=click.Choice(["bubblewrap", "docker", "process"]), help="How executions are contained (sandbox.backend)."),
             click.option("--unsafe", is_flag=True, default=None, help="Accept what cannot contain an execution (sandbox.unsafe)."),
             click.option("--config", "config_file", type=PATH, help="run.toml, for its [sandbox] table."),
             click.option("--set", "sets", multiple=True, metavar="TABLE.KEY=VALUE", help="Override one key; repeatable."),
@@ -138,7 +138,7 @@ def with_backend(given: dict[str, Any], job: Callable[[Backend, Sandbox], Awaita
     table = config.load(given["config_file"], given["sets"], flags).config.sandbox
 
     async def work() -> T:
-        backend = choose(table.backend, unsafe=table.unsafe)
+        backend = choose(table.backend, unsafe=table.unsafe, table=table)
         try:
             await backend.start()
             for note in backend.notes:

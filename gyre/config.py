@@ -96,7 +96,7 @@ class Sandbox(Table, frozen=True, kw_only=True):
     """Where executions run, and their limits. A task's own limits win when they are tighter."""
 
     backend: Annotated[
-        Literal["bubblewrap", "process", "paced"],
+        Literal["bubblewrap", "docker", "process", "paced"],
         _doc("How executions are contained; process contains nothing and needs unsafe; paced runs none, it sleeps as run.workload says."),
     ] = "bubblewrap"
     unsafe: Annotated[bool, _doc("Accept a backend, or a machine, that cannot contain an execution.")] = False
@@ -118,7 +118,11 @@ class Sandbox(Table, frozen=True, kw_only=True):
     workspace_mb: Annotated[int, _doc("Size of a workspace.", ge=1)] = 256
     memory_mb: Annotated[int, _doc("Memory of all processes of a sandbox together.", ge=16)] = 1024
     pids: Annotated[int, _doc("Processes and threads in a sandbox.", ge=4)] = 128
+    cpus: Annotated[float, _doc("Processors' worth of time for a sandbox; 0 is no limit; bubblewrap has none.", ge=0)] = 0.0
     output_kb: Annotated[int, _doc("Output kept of each process that gyre starts in a sandbox.", ge=1)] = 1024
+    image: Annotated[str, _doc("docker: the image of tasks that have neither docker_image nor a Dockerfile.")] = ""
+    runtime: Annotated[str, _doc('docker: the OCI runtime, as the daemon knows it (runc, runsc); "" is the daemon\'s default.')] = ""
+    starts_per_s: Annotated[float, _doc("docker: containers started per second at most.", gt=0)] = 20.0
 
 
 class TrajectoryTable(Table, frozen=True, kw_only=True):

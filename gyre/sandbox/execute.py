@@ -190,7 +190,10 @@ class Executor:
             task = self._task(ticket.task)
             limits = task.limits(self._limits(1.0))
             source = str(task.workspace) if task.workspace else None
-            workspace = await self._backend.workspace(source, limits.workspace_mb, place=task.workdir, timeout_s=sandbox.setup_timeout_s)
+            make = self._backend.workspace(
+                source, limits.workspace_mb, place=task.workdir, image=task.image, timeout_s=sandbox.setup_timeout_s
+            )  # fmt: skip
+            workspace = await make
         try:
             with _setting_up():
                 await healthy(self._backend, workspace, task.healthcheck, task.env, limits)
@@ -285,7 +288,7 @@ class Executor:
 
     def _limits(self, timeout_s: float) -> Limits:
         s = self._config.sandbox
-        return Limits(memory_mb=s.memory_mb, pids=s.pids, workspace_mb=s.workspace_mb, output_kb=s.output_kb, timeout_s=timeout_s)
+        return Limits(memory_mb=s.memory_mb, pids=s.pids, workspace_mb=s.workspace_mb, output_kb=s.output_kb, timeout_s=timeout_s, cpus=s.cpus)
 
     def _session_limits(self, ticket: Ticket, deadline: float) -> SessionLimits:
         r = self._config.rollout

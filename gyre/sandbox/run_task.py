@@ -74,6 +74,7 @@ def base_limits(table: Sandbox) -> Limits:
         pids=table.pids,
         workspace_mb=table.workspace_mb,
         output_kb=table.output_kb,
+        cpus=table.cpus,
         timeout_s=table.harness_timeout_s,
     )
 
@@ -126,7 +127,8 @@ async def run_task(backend: Backend, task: Task, table: Sandbox, harness: str, a
     ended = None
     try:
         source = str(task.workspace) if task.workspace else None
-        workspace = await backend.workspace(source, limits.workspace_mb, place=task.workdir, timeout_s=table.setup_timeout_s)
+        make = backend.workspace(source, limits.workspace_mb, place=task.workdir, image=task.image, timeout_s=table.setup_timeout_s)
+        workspace = await make
         await healthy(backend, workspace, task.healthcheck, task.env, limits)
         seconds["setup"] = time.monotonic() - started
         if harness != NOP:

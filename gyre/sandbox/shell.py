@@ -52,7 +52,7 @@ async def run(setup: Setup, worker: Worker, drain_s: float = 5.0) -> None:
     if worker.routes is not None:
         router.follow(worker.routes)
     try:
-        async with _executor(config, router) as executor:
+        async with _executor(config, router, setup.run_id) as executor:
             await _Shell(setup, worker, buffer, executor, router).run(drain_s)
     finally:
         router.close()
@@ -66,7 +66,7 @@ class _Executes(Protocol):
 
 
 @asynccontextmanager
-async def _executor(config: Config, router: Router) -> AsyncIterator[_Executes]:
+async def _executor(config: Config, router: Router, run_id: str) -> AsyncIterator[_Executes]:
     """What runs tickets, with all that it needs. Raises `UsageError`."""
     if config.sandbox.backend == "paced":
         yield open_paced(config, router)
@@ -77,7 +77,7 @@ async def _executor(config: Config, router: Router) -> AsyncIterator[_Executes]:
     if renderer.end_id is None:
         log.warning("%s: the chat template has no end-of-turn token after a reply: every call is rendered in full, as a branch", config.model.path)
     _allow_descriptors(_DESCRIPTORS + config.sandbox.slots * CONNECTIONS)
-    backend = choose(config.sandbox.backend, unsafe=config.sandbox.unsafe)
+    backend = choose(config.sandbox.backend, unsafe=config.sandbox.unsafe, table=config.sandbox, run=run_id)
     await backend.start()
     for note in backend.notes:
         log.warning("%s", note)

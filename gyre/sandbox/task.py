@@ -9,6 +9,7 @@ Loading reads `task.toml` and `instruction.md`; nothing of a task is executed or
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from pathlib import Path, PurePosixPath
@@ -19,7 +20,7 @@ import msgspec
 from gyre import inputs
 from gyre.errors import UsageError
 from gyre.sandbox import harbor
-from gyre.sandbox.backends.base import SOLUTION, TESTS, WORK, Limits
+from gyre.sandbox.backends.base import SOLUTION, TESTS, WORK, Image, Limits
 from gyre.sandbox.healthcheck import Healthcheck
 
 MAX_INSTRUCTION_BYTES: Final = 1 << 20
@@ -33,13 +34,15 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     path: Path
     name: str
     instruction: str
-    workdir: str = WORK
+    workdir: str = ""  # where the workspace is; "": the image's working directory, else /work
     workspace: Path | None = None  # what a workspace starts with
     has_solution: bool = False
     agent_timeout_s: float | None = None
     verifier_timeout_s: float | None = None
     memory_mb: int | None = None
     storage_mb: int | None = None
+    cpus: float | None = None
+    docker_image: str = ""
     env: dict[str, str] = {}
     verifier_env: dict[str, str] = {}
     solution_env: dict[str, str] = {}
@@ -64,12 +67,19 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(str(self.solution / "solve.sh"), "no such file", "add the solution, or do not ask for the oracle")
         return script_argv(self.solution / "solve.sh", f"{SOLUTION}/solve.sh")
 
+    @property
+    def image(self) -> Image:
+        """`docker_image`, else what its Dockerfile makes."""
+        environment = self.path / "environment"
+        return Image(self.docker_image, str(environment) if (environment / "Dockerfile").is_file() else "")
+
     def limits(self, base: Limits) -> Limits:
         """`base`, tightened by what the task asks for."""
         return msgspec.structs.replace(
             base,
             memory_mb=_tighter(base.memory_mb, self.memory_mb),
             workspace_mb=_tighter(base.workspace_mb, self.storage_mb),
+            cpus=min(base.cpus or math.inf, self.cpus) if self.cpus else base.cpus,
         )
 
 
@@ -114,7 +124,16 @@ _SECTIONS: Final[dict[str, dict[str, type]]] = {
     "task": {"name": str},
     "agent": {"timeout_sec": float},
     "verifier": {"timeout_sec": float, "env": dict},
-    "environment": {"memory_mb": int, "storage_mb": int, "memory": str, "storage": str, "workdir": str, "env": dict},
+    "environment": {
+        "memory_mb": int,
+        "storage_mb": int,
+        "memory": str,
+        "storage": str,
+        "cpus": float,
+        "workdir": str,
+        "docker_image": str,
+        "env": dict,
+    },
     "solution": {"env": dict},
 }
 _WORDS: Final = {str: "a string", float: "a positive number", int: "a positive integer", dict: "a table of strings"}
@@ -132,11 +151,12 @@ def load_task(path: Path) -> Task:
     instruction = _instruction(path / "instruction.md")
     if not (path / "tests" / "test.sh").is_file():
         raise UsageError(str(path / "tests" / "test.sh"), "no such file", "a task needs tests: add one that writes /logs/verifier/reward.txt")
-    workdir = values.get("environment.workdir", WORK)
-    _check_workdir(file, workdir)
+    workdir = values.get("environment.workdir", "")
+    if workdir:
+        _check_workdir(file, workdir)
     workspace = path / "environment" / "workspace"
     envs: dict[str, dict[str, str]] = {}
-    notes = list(harbor.notes(data, workdir))
+    notes = list(harbor.notes(data, workdir or WORK))
     for section in ("environment", "verifier", "solution"):
         envs[section], said = harbor.variables(f"{section}.env", values.get(f"{section}.env", {}))
         notes += said
@@ -157,6 +177,8 @@ def load_task(path: Path) -> Task:
         healthcheck=_healthcheck(file, data),
         notes=tuple(notes),
         needs_image="docker_image" in data.get("environment", {}) or ((workspace.parent / "Dockerfile").exists() and not workspace.is_dir()),
+        cpus=values.get("environment.cpus"),
+        docker_image=values.get("environment.docker_image", ""),
     )
 
 

@@ -7,6 +7,7 @@ No test asserts these figures.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import sqlite3
@@ -246,10 +247,6 @@ def engine() -> Figure:
 
 def sandbox() -> Figure:
     """A fresh workspace, `true` in a sandbox, and the workspace dropped, against bwrap alone."""
-    script = Path(__file__).with_name("sandbox_rate.py")
-
-    def ours() -> float:
-        return float(subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=300).stdout)
 
     def theirs() -> float:
         argv = ["bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "true"]
@@ -258,7 +255,41 @@ def sandbox() -> Figure:
             subprocess.run(argv, check=True, timeout=30)
         return 60 / (time.perf_counter() - started)
 
-    return "sandbox: workspace, command, drop, one at a time", "/s", *_named(alternate(ours, theirs), "bwrap alone, no workspace, no limits")
+    return _sandboxes("bubblewrap", theirs, "bwrap alone, no workspace, no limits")
+
+
+def sandbox_docker() -> Figure:
+    """The same in containers, two for a workspace with a command, against as many bare ones of the same SDK."""
+    import docker
+
+    client = docker.from_env()
+
+    def theirs() -> float:
+        started = time.perf_counter()
+        for _ in range(10):
+            client.containers.run(os.environ["GYRE_IMAGE"], "true", network_mode="none", remove=True)
+        return 5 / (time.perf_counter() - started)
+
+    try:
+        return _sandboxes("docker", theirs, "pairs of bare containers")
+    finally:
+        client.close()
+
+
+def _sandboxes(backend: str, theirs: Callable[[], float], yardstick: str) -> Figure:
+    """A rate against another; the title tells the phases too."""
+    script = Path(__file__).with_name("sandbox_rate.py")
+    seen: list[dict[str, float]] = []
+
+    def ours() -> float:
+        done = subprocess.run([sys.executable, str(script), backend], stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+        seen.append(json.loads(done.stdout))
+        return seen[-1]["rate"]
+
+    rates = alternate(ours, theirs)
+    m = {key: statistics.median(s[key] for s in seen) for key in seen[0]}
+    phases = f"set-up {m['setup_ms']:.0f} ms, run {m['exec_ms']:.0f} ms, drop {m['teardown_ms']:.0f} ms, 32 at once {m['at_once_s']:.1f} s"
+    return f"sandbox, {backend}: {phases}", "/s", *_named(rates, yardstick)
 
 
 # --- simulator: heap events against a bare heap ------------------------------------------------------------------------------------------------
@@ -364,6 +395,7 @@ def prefix_tree() -> Figure:
 
 BENCHMARKS = {
     "wire": wire, "gateway": gateway, "gateway_throughput": gateway_throughput, "buffer": buffer, "engine": engine, "sandbox": sandbox,
+    "sandbox_docker": sandbox_docker,
     "simulator": simulator, "simulator_large": simulator_large, "prefix_tree": prefix_tree,
 }  # fmt: skip
 
@@ -374,6 +406,9 @@ def main() -> int:
     for name in names:
         if name == "sandbox" and not shutil.which("bwrap"):
             print("sandbox: skipped, bwrap is not installed")
+            continue
+        if name == "sandbox_docker" and not os.environ.get("GYRE_IMAGE"):
+            print("sandbox_docker: skipped, run it with python tests/sandbox/engines.py COMMAND…")
             continue
         title, unit, ours, yardstick, theirs = BENCHMARKS[name]()
         print(f"{title:58} {ours:8.0f} {unit:5} {theirs:8.0f} {unit:5} {ours / theirs:6.2f}  ({yardstick})", flush=True)

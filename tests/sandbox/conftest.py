@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -12,8 +13,13 @@ from typing import Any
 
 import pytest
 
+from gyre.config import Sandbox
 from gyre.sandbox.backends.base import Backend, Bind, Exit, Limits, Spec, Workspace
 from gyre.sandbox.backends.choose import choose
+
+CONTAINING = ["bubblewrap", "docker", "podman"]
+ENGINES = ["docker", "podman"]
+GUARANTEES = Path(__file__).parents[2] / "docs" / "guarantees.md"
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -30,6 +36,23 @@ def need(name: str) -> None:
         if "bwrap" in os.environ.get("GYRE_REQUIRE", "").split(","):
             pytest.fail("GYRE_REQUIRE=bwrap, but bwrap is not installed")
         pytest.skip("bwrap is not installed")
+    if name in ENGINES and not os.environ.get(f"GYRE_{name.upper()}"):
+        if name in os.environ.get("GYRE_REQUIRE", "").split(","):
+            pytest.fail(f"GYRE_REQUIRE={name}, but no {name} was started: make test-docker")
+        pytest.skip(f"no {name} for tests: make test-docker")
+
+
+async def started(name: str) -> Backend:
+    """A backend; Docker's and Podman's are one, with another address."""
+    if name not in ENGINES:
+        backend = choose(name, unsafe=name == "process")
+        await backend.start()
+        return backend
+    backend = choose("docker", unsafe=False, table=Sandbox(image=os.environ["GYRE_IMAGE"]), run="tests")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DOCKER_HOST", os.environ[f"GYRE_{name.upper()}"])
+        await backend.start()
+    return backend
 
 
 class Box:
@@ -58,7 +81,7 @@ Story = Callable[[Box], Awaitable[Any]]
 
 
 async def _bounded(story: Story, box: Box) -> Any:
-    return await asyncio.wait_for(story(box), 60)
+    return await asyncio.wait_for(story(box), 60 if box.backend.name != "docker" else 180)
 
 
 class Shared:
@@ -71,9 +94,7 @@ class Shared:
     def tell(self, name: str, story: Story) -> Any:
         need(name)
         if name not in self.backends:
-            backend = choose(name, unsafe=name == "process")
-            self.runner.run(backend.start())
-            self.backends[name] = backend
+            self.backends[name] = self.runner.run(started(name))
         return self.runner.run(_bounded(story, Box(self.backends[name])))
 
     def close(self) -> None:
@@ -89,19 +110,24 @@ def shared() -> Iterator[Shared]:
     shared.close()
 
 
-@pytest.fixture(params=["bubblewrap", "process"])
+@pytest.fixture(params=[*CONTAINING, "process"])
 def box(request: pytest.FixtureRequest, shared: Shared) -> Callable[[Story], Any]:
-    """Tell a story with either backend."""
+    """Tell a story with each backend."""
+    return lambda story: shared.tell(request.param, story)
+
+
+@pytest.fixture(params=CONTAINING)
+def strong(request: pytest.FixtureRequest, shared: Shared) -> Callable[[Story], Any]:
+    """Tell a story with each backend that contains."""
     return lambda story: shared.tell(request.param, story)
 
 
 @pytest.fixture
 def bwrap(shared: Shared) -> Callable[[Story], Any]:
-    """Tell a story with the backend that contains."""
     return lambda story: shared.tell("bubblewrap", story)
 
 
-@pytest.fixture(params=["bubblewrap", "process"])
+@pytest.fixture(params=[*CONTAINING, "process"])
 def new_box(request: pytest.FixtureRequest) -> Callable[[Story], Any]:
     """Tell a story with a backend of its own."""
 
@@ -109,8 +135,7 @@ def new_box(request: pytest.FixtureRequest) -> Callable[[Story], Any]:
         need(request.param)
 
         async def main() -> Any:
-            backend = choose(request.param, unsafe=request.param == "process")
-            await backend.start()
+            backend = await started(request.param)
             try:
                 return await _bounded(story, Box(backend))
             finally:
@@ -158,3 +183,47 @@ def alive(word: str) -> list[int]:
 @pytest.fixture
 def living() -> Callable[[str], list[int]]:
     return alive
+
+
+# --- the table of what hostile programs try, for docs/guarantees.md ---------------------------------------------------------------------------
+
+CELLS: dict[tuple[str, str], dict[str, bool]] = {}  # what it tries, what happens -> backend -> contained
+SHOWN: dict[str, list[str]] = {}  # what it tries -> tests
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "hostile(tries, happens): a row of the table of containment")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    report = yield
+    mark = item.get_closest_marker("hostile")
+    if mark is not None and report.when == "call" and isinstance(item, pytest.Function) and not report.skipped:
+        backend = next(v for k, v in item.callspec.params.items() if k in ("box", "strong", "new_box"))
+        row = CELLS.setdefault(mark.args, {})
+        row[backend] = row.get(backend, True) and report.passed
+        name = f"`{item.path.relative_to(item.config.rootpath)}::{item.originalname}`"
+        if name not in SHOWN.setdefault(mark.args[0], []):
+            SHOWN[mark.args[0]].append(name)
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """GYRE_CONTAINMENT=write writes the table, =check fails if what was run says otherwise."""
+    wish = os.environ.get("GYRE_CONTAINMENT")
+    if not wish or not CELLS:
+        return
+    lines = [f"| what it tries | what happens | {' | '.join(CONTAINING)} | shown by |", "|---|---|" + "---|" * (len(CONTAINING) + 1)]
+    for (tries, happens), row in CELLS.items():
+        cells = ["not run" if b not in row else "contained" if row[b] else "**not contained**" for b in CONTAINING]
+        lines.append(f"| {tries} | {happens} | {' | '.join(cells)} | {' '.join(SHOWN[tries])} |")
+    text = GUARANTEES.read_text(encoding="utf-8")
+    table = "<!-- containment -->\n" + "\n".join(lines) + "\n<!-- /containment -->"
+    found = re.search(r"<!-- containment -->.*?<!-- /containment -->", text, re.S)
+    assert found is not None, f"{GUARANTEES} has no place for the table"
+    if found[0] != table and wish == "write":
+        GUARANTEES.write_text(text.replace(found[0], table), encoding="utf-8")
+    elif found[0] != table:
+        print(f"\n{GUARANTEES} does not say what the tests say (GYRE_CONTAINMENT=write writes it):\n{table}")
+        session.exitstatus = 1

@@ -101,6 +101,7 @@ def test_setup_has_a_deadline(box, tmp_path):
     box(story)
 
 
+@pytest.mark.hostile("to ignore SIGTERM, to run on", "killed at its deadline")
 def test_deadline_kills_what_ignores_signals(box):
     async def story(b):
         ended = await b.once("trap '' TERM INT HUP; echo start; while :; do sleep 1; done", timeout_s=0.5)
@@ -109,6 +110,7 @@ def test_deadline_kills_what_ignores_signals(box):
     box(story)
 
 
+@pytest.mark.hostile("to leave a daemon behind", "it dies with its sandbox")
 def test_everything_is_dead_when_run_returns(box, living):
     mark = uuid.uuid4().hex
 
@@ -139,6 +141,7 @@ def test_cancelled_run_is_dead(box, living):
     box(story)
 
 
+@pytest.mark.hostile("to write without end", "output is capped, the rest is counted")
 def test_output_is_capped(box):
     async def story(b):
         ended = await b.once("echo first; head -c 300000000 /dev/zero; echo last", output_kb=8, timeout_s=50)
@@ -160,6 +163,7 @@ def test_capped_keeps_head_and_tail():
     assert small.value() == b"0123456789" and not small.full
 
 
+@pytest.mark.hostile("to have links, directories, pipes or large files collected", "regular files alone are, and what a link points to never")
 def test_only_small_regular_files_are_collected(box):
     script = """cd $GYRE_LOGS; ls -A; echo 1 > good; ln -s /etc/passwd link; ln good hard; mkfifo fifo; mkdir dir
     head -c 100000 /dev/zero > large; ln -s . self; exit 0"""
@@ -206,14 +210,14 @@ def test_model_socket(box, tmp_path):
     box(story)
 
 
-def test_pytest_runs(bwrap):
+def test_pytest_runs(strong):
     async def story(b):
         ended = await b.once(
             "echo 'def test(): assert 1' > test_it.py; python3 -m pytest -q; python3 -I -m pytest -q; python3 -I -S -c 'import json'"
         )
         assert ended.output.count(b"1 passed") == 2 and ended.status == 0
 
-    bwrap(story)
+    strong(story)
 
 
 def test_many_at_once(box):
@@ -224,23 +228,23 @@ def test_many_at_once(box):
     box(story)
 
 
-def test_a_missing_source_is_no_exit_status(bwrap, tmp_path):
+def test_a_missing_source_is_no_exit_status(strong, tmp_path):
     async def story(b):
         with pytest.raises(InfraSetupFailed, match="nowhere"):
             await b.once("true", binds=[(tmp_path / "nowhere", "/tests")])
         assert (await b.once("echo still works")).status == 0
 
-    bwrap(story)
+    strong(story)
 
 
-def test_a_command_too_long_is_the_tasks_fault(bwrap):
+def test_a_command_too_long_is_the_tasks_fault(strong):
     async def story(b):
         for argv, env in [(["echo", "x" * (1 << 17)], {}), (["true"], {"A": "x" * 200_000})]:
             with pytest.raises(TaskSetupFailed):
                 await b.once("", argv=argv, env=env)
         assert (await b.once("echo fine")).output == b"fine\n"
 
-    bwrap(story)
+    strong(story)
 
 
 @pytest.mark.parametrize("new_box", ["bubblewrap"], indirect=True)
@@ -264,7 +268,8 @@ def test_lost_warden_is_a_lost_sandbox(new_box, living):
         time.sleep(0.02)
 
 
-def test_abstract_sockets_of_the_host_are_out_of_reach(bwrap):
+@pytest.mark.hostile("to reach abstract sockets of the host", "refused")
+def test_abstract_sockets_of_the_host_are_out_of_reach(strong):
     name = "\0gyre-test-" + uuid.uuid4().hex
     host = socket.socket(socket.AF_UNIX)
     host.bind(name)
@@ -275,6 +280,6 @@ def test_abstract_sockets_of_the_host_are_out_of_reach(bwrap):
         assert b"refused" in (await b.once("", argv=["python3", "-c", client])).output
 
     try:
-        bwrap(story)
+        strong(story)
     finally:
         host.close()

@@ -62,6 +62,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     tmp_mb: int = 64
     output_kb: int = 1024
     timeout_s: float = 600.0
+    cpus: float = 0.0  # processors' worth of time, for backends that can limit it; 0: no limit
 
 
 class Bind(msgspec.Struct, frozen=True):
@@ -70,6 +71,14 @@ class Bind(msgspec.Struct, frozen=True):
     source: str
     target: str
     readonly: bool = True
+
+
+class Image(msgspec.Struct, frozen=True):
+    """The file system that a task asks for, for backends that have images. A name wins; neither: the backend's own default."""
+
+    name: str = ""
+    context: str = ""  # a directory with a Dockerfile, to build it from
+    timeout_s: float = 600.0  # to build or fetch it, once
 
 
 class Workspace(msgspec.Struct, frozen=True):
@@ -113,8 +122,11 @@ class Backend(Protocol):
     async def start(self) -> None:
         """Probe this machine, remove what an earlier life left. `UsageError` with the remedy when it cannot contain anything."""
 
-    async def workspace(self, source: str | None, size_mb: int, *, place: str = WORK, timeout_s: float = 60.0) -> Workspace:
-        """A workspace with a copy of the directory `source`. `TaskSetupFailed`, `InfraSetupFailed`, `DeadlineExceeded`."""
+    async def workspace(self, source: str | None, size_mb: int, *, place: str = "", image: Image | None = None, timeout_s: float = 60.0) -> Workspace:
+        """A workspace with a copy of the directory `source`, over what the image has at `place` ("": the image's working directory, else WORK).
+
+        `TaskSetupFailed`, `InfraSetupFailed`, `DeadlineExceeded`. `timeout_s` does not count the making of an image.
+        """
 
     async def run(self, spec: Spec) -> Exit:
         """Run one command. `SandboxLost`, `InfraSetupFailed`, `TaskSetupFailed` (a command too long). Cancelled, it kills the sandbox first."""

@@ -11,10 +11,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import stat
 import subprocess
 import sys
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeVar
@@ -26,6 +24,7 @@ from gyre.sandbox.backends import lifeline, orders, seccomp
 from gyre.sandbox.backends.base import (
     WORK,
     Exit,
+    Image,
     InfraSetupFailed,
     Limits,
     SandboxLost,
@@ -36,6 +35,7 @@ from gyre.sandbox.backends.base import (
 from gyre.sandbox.backends.cgroup import reap, remove_groups
 from gyre.sandbox.backends.command import FIRST_UID, PATH, arguments, probe
 from gyre.sandbox.backends.output import Reader
+from gyre.sandbox.backends.tree import others_can_read
 
 WARDEN: Final = "gyre.sandbox.backends.warden"
 GRACE_S: Final = 15.0  # beyond a run's own deadline, for the warden to kill it and say so
@@ -68,7 +68,10 @@ class Bubblewrap:
         if not features.sized_tmpfs:
             self.notes.append("this bwrap cannot limit the size of /tmp: only the memory limit bounds it")
         reap()
-        self._scratch = _scratch()
+        for left in lifeline.orphaned_homes():
+            with suppress(OSError):
+                left.rmdir()
+        self._scratch = str(lifeline.make_home())  # for the warden to mount on
         self._loop = asyncio.get_running_loop()
         program = self._filter()
         await self._start_warden(program)
@@ -146,10 +149,10 @@ class Bubblewrap:
 
     # --- the protocol -----------------------------------------------------------------------------------------------------------------
 
-    async def workspace(self, source: str | None, size_mb: int, *, place: str = WORK, timeout_s: float = 60.0) -> Workspace:
+    async def workspace(self, source: str | None, size_mb: int, *, place: str = "", image: Image | None = None, timeout_s: float = 60.0) -> Workspace:
         slot = next(n for n in range(len(self._slots) + 1) if n not in self._slots)
         id = self._new_id()
-        workspace = Workspace(key=str(id), place=place, path=f"{self._scratch}/w{id}", slot=slot)
+        workspace = Workspace(key=str(id), place=place or WORK, path=f"{self._scratch}/w{id}", slot=slot)
         self._slots[slot] = workspace.key
         order = orders.MakeWorkspace(id, workspace.path, self._uid(slot), size_mb, _real(source) if source else None)
         try:
@@ -230,7 +233,7 @@ class Bubblewrap:
         copies: list[tuple[str, str]] = []
         for n, bind in enumerate(spec.binds):
             source = _real(bind.source)
-            if bind.readonly and self._features.root and not _others_can_read(source):
+            if bind.readonly and self._features.root and not others_can_read(source):
                 copies.append((source, f"{own}/{n}"))
                 source = f"{own}/{n}"
             binds.append((source, bind.target, bind.readonly))
@@ -355,28 +358,3 @@ def _write_maps(pid: int) -> None:
                 Path(f"/proc/{pid}/setgroups").write_text("deny")
             text = f"0 {own} 1\n"
         Path(f"/proc/{pid}/{kind}_map").write_text(text)
-
-
-def _scratch() -> str:
-    """A new empty directory for the warden to mount on; those of dead owners go."""
-    base = Path(tempfile.gettempdir())
-    for left in base.glob(lifeline.PREFIX + "*"):
-        if lifeline.is_orphaned(left.name):
-            with suppress(OSError):
-                left.rmdir()
-    for n in range(1000):
-        path = base / lifeline.own_name(n)
-        with suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-            return str(path)
-    raise InfraSetupFailed(f"no directory for mounts can be made in {base}")
-
-
-def _others_can_read(path: str) -> bool:
-    """Whether a sandbox's uid can read what is bound. A socket cannot be copied: its owner sees to its mode."""
-    try:
-        mode = Path(path).stat().st_mode
-    except OSError:
-        return True  # bwrap will say that it is missing
-    need = 0o005 if stat.S_ISDIR(mode) else 0o004
-    return stat.S_ISSOCK(mode) or mode & need == need

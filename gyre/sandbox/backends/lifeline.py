@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
+
+from gyre.sandbox.backends.base import InfraSetupFailed
 
 PREFIX: Final = "gyre-sandbox-"
 _NAME: Final = re.compile(re.escape(PREFIX) + r"(\d+)-(\d+)(-\d+)?")
@@ -33,3 +37,18 @@ def is_orphaned(name: str) -> bool:
     """Whether `name` was made by `own_name` in a process that is gone."""
     match = _NAME.fullmatch(name)
     return match is not None and start_time(int(match[1])) != int(match[2])
+
+
+def orphaned_homes() -> list[Path]:
+    """What `make_home` made in processes that are gone."""
+    return [path for path in Path(tempfile.gettempdir()).glob(PREFIX + "*") if is_orphaned(path.name)]
+
+
+def make_home() -> Path:
+    """A private temporary directory; its name is the backend's."""
+    for n in range(1000):
+        path = Path(tempfile.gettempdir(), own_name(n))
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+            return path
+    raise InfraSetupFailed(f"no directory can be made in {tempfile.gettempdir()}")

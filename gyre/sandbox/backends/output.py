@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final
 
@@ -44,6 +45,27 @@ class Capped:
         left_out = self.total - len(self._head) - len(tail)
         middle = f"\n[… {left_out} bytes left out …]\n".encode() if left_out else b""
         return bytes(self._head) + middle + tail
+
+
+class Frames:
+    """Undoes how a container engine frames the output of what it attached: eight bytes of header, the last four of them a length."""
+
+    def __init__(self) -> None:
+        self._header = b""
+        self._left = 0
+
+    def undo(self, data: bytes) -> Iterator[bytes]:
+        """The content of what arrived, in pieces."""
+        while data:
+            if self._left:
+                piece, data = data[: self._left], data[self._left :]
+                self._left -= len(piece)
+                yield piece
+                continue
+            need = 8 - len(self._header)
+            self._header, data = self._header + data[:need], data[need:]
+            if len(self._header) == 8:
+                self._left, self._header = int.from_bytes(self._header[4:]), b""
 
 
 class Reader:

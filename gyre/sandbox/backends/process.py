@@ -14,7 +14,6 @@ import os
 import shutil
 import signal
 import stat
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -29,6 +28,7 @@ from gyre.sandbox.backends.base import (
     PLACES,
     WORK,
     Exit,
+    Image,
     InfraSetupFailed,
     Spec,
     TaskSetupFailed,
@@ -56,14 +56,14 @@ class Process:
         self._own = ""
 
     async def start(self) -> None:
-        for left in _leftovers():
+        for left in lifeline.orphaned_homes():
             await _kill_marked(left.name)
             await asyncio.to_thread(shutil.rmtree, left, ignore_errors=True)
-        self._home = _make_home()
+        self._home = lifeline.make_home()
         self._own = self._home.name
         self.notes.append("nothing is contained: no limit on memory, processes or disk, the network and this machine's files are open to agents")
 
-    async def workspace(self, source: str | None, size_mb: int, *, place: str = WORK, timeout_s: float = 60.0) -> Workspace:
+    async def workspace(self, source: str | None, size_mb: int, *, place: str = "", image: Image | None = None, timeout_s: float = 60.0) -> Workspace:
         self._next_id += 1
         key = str(self._next_id)
         path = self._home / f"w{key}"
@@ -78,7 +78,7 @@ class Process:
             raise (TaskSetupFailed if e.task_at_fault else InfraSetupFailed)(str(e)) from None
         except TimeoutError:
             raise DeadlineExceeded("a workspace to be made", timeout_s) from None
-        self._places[key] = place
+        self._places[key] = place or WORK
         return Workspace(key=key, place=str(path / "work"), path=str(path), slot=int(key))
 
     async def drop(self, workspace: Workspace) -> None:
@@ -139,19 +139,6 @@ class Process:
         if self._own:
             await _kill_marked(self._own)
             await asyncio.to_thread(shutil.rmtree, self._home, ignore_errors=True)
-
-
-def _leftovers() -> list[Path]:
-    return [path for path in Path(tempfile.gettempdir()).glob(lifeline.PREFIX + "*") if lifeline.is_orphaned(path.name)]
-
-
-def _make_home() -> Path:
-    for n in range(1000):
-        path = Path(tempfile.gettempdir(), lifeline.own_name(n))
-        with suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-            return path
-    raise InfraSetupFailed(f"no directory for workspaces can be made in {tempfile.gettempdir()}")
 
 
 def _real(path: str) -> Path:

@@ -9,6 +9,7 @@ hold all others back (vsock reaches the machine that a virtual machine runs on).
 from __future__ import annotations
 
 import errno
+import json
 import tempfile
 from typing import Final
 
@@ -49,3 +50,19 @@ def program() -> bytes:
         rules.export_bpf(out)
         out.seek(0)
         return out.read()
+
+
+def profile() -> str:
+    """The same filter as a container engine takes it."""
+
+    def rule(names: list[str], code: int, *args: tuple[int, str, int, int]) -> dict[str, object]:
+        keys = ("index", "op", "value", "valueTwo")
+        return {"names": names, "action": "SCMP_ACT_ERRNO", "errnoRet": code, "args": [dict(zip(keys, arg, strict=True)) for arg in args]}
+
+    sockets = ["socket", "socketpair"]
+    rules = [rule(list(DENIED), errno.EPERM), rule(["clone3"], errno.ENOSYS)]
+    rules += [rule(["clone"], errno.EPERM, (0, "SCMP_CMP_MASKED_EQ", flag, flag)) for flag in NAMESPACE_FLAGS]
+    rules += [rule(["ioctl"], errno.EPERM, (1, "SCMP_CMP_MASKED_EQ", 0xFFFFFFFF, request)) for request in (TIOCSTI, TIOCLINUX)]
+    rules += [rule(sockets, errno.EAFNOSUPPORT, (0, "SCMP_CMP_GT", max(FAMILIES), 0))]
+    rules += [rule(sockets, errno.EAFNOSUPPORT, (0, "SCMP_CMP_EQ", family, 0)) for family in sorted(set(range(max(FAMILIES))) - set(FAMILIES))]
+    return json.dumps({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": rules})

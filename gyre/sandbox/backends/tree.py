@@ -53,3 +53,32 @@ def _copy_file(source: Path, target: Path) -> None:
             view = memoryview(data)
             while view:
                 view = view[dst.write(view) :]
+
+
+def others_can_read(path: str) -> bool:
+    """Whether a sandbox's uid can read what is bound. A socket cannot be copied: its owner sees to its mode."""
+    try:
+        mode = Path(path).stat().st_mode
+    except OSError:
+        return True  # whoever mounts it will say that it is missing
+    need = 0o005 if stat.S_ISDIR(mode) else 0o004
+    return stat.S_ISSOCK(mode) or mode & need == need
+
+
+def open_copy(source: Path, target: Path) -> None:
+    """A copy that everyone can read."""
+    copy_tree(source, target, None)
+    for path in [target, *target.rglob("*")]:
+        if not path.is_symlink():
+            mode = path.stat().st_mode
+            path.chmod(stat.S_IMODE(mode) | (0o555 if mode & 0o100 else 0o444))
+
+
+def check_tree(source: Path) -> None:
+    """`TreeError` if there is something that `copy_tree` would not copy."""
+    try:
+        kinds = [source.lstat().st_mode, *(Path(folder, name).lstat().st_mode for folder, below, files in os.walk(source) for name in below + files)]
+    except OSError as e:
+        raise TreeError(f"cannot read {e.filename}: {e.strerror}", task_at_fault=True) from None
+    if not stat.S_ISDIR(kinds[0]) or not all(stat.S_ISREG(k) or stat.S_ISDIR(k) or stat.S_ISLNK(k) for k in kinds):
+        raise TreeError(f"{source} must be a directory of files, directories and links alone", task_at_fault=True)

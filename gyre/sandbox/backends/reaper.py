@@ -1,0 +1,88 @@
+"""What containers and volumes are labelled with, and their removal by label once their owner is dead.
+
+Invariants
+- Whatever a backend makes bears its owner (a process, by pid and start time), the place where that pid means something, and its run.
+- Only what was made in this place, by an owner that is dead or is named, is removed. Images are kept.
+
+Run as a module, it removes what the owner that is its argument left. A backend keeps a shell that waits for its end to do so.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Final
+
+from docker.client import DockerClient
+from docker.errors import DockerException
+
+from gyre.sandbox.backends.lifeline import is_orphaned
+
+OWNER, PLACE, RUN = "gyre.owner", "gyre.place", "gyre.run"
+SWEEPS: Final = 60
+SWEEP_S: Final = 0.5
+CALL_S: Final = 60
+AT_ONCE: Final = 8
+_WAIT: Final = 'read _ || exec "$0" -P -m gyre.sandbox.backends.reaper "$1"'
+
+
+def connect(connections: int = AT_ONCE) -> Any:
+    """A client of the daemon that DOCKER_HOST names, or the usual one. `DockerException`."""
+    return DockerClient.from_env(timeout=CALL_S, max_pool_size=connections)  # type: ignore[no-untyped-call]
+
+
+def labels(owner: str, run: str) -> dict[str, str]:
+    return {OWNER: owner, PLACE: _place(), RUN: run}
+
+
+def _place() -> str:
+    """Where pids are those of this process: a machine, and a namespace of it."""
+    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115 (it points to no path)
+
+
+def reap(api: Any, of: Callable[[str], bool] = is_orphaned) -> int:
+    """Remove containers, then volumes, of the owners that `of` picks; how many there were. `DockerException`."""
+    filters = {"label": [OWNER]}
+
+    def ours(labels: dict[str, str] | None) -> bool:
+        return labels is not None and labels.get(PLACE) == _place() and of(labels[OWNER])
+
+    def remove(container: str) -> None:
+        with suppress(DockerException, OSError):  # it is gone, or somebody is at it
+            api.remove_container(container, force=True, v=True)
+
+    containers = [c["Id"] for c in api.containers(all=True, filters=filters) if ours(c["Labels"])]
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        list(threads.map(remove, containers))
+    volumes = [v["Name"] for v in api.volumes(filters)["Volumes"] or [] if ours(v["Labels"])]
+    for volume in volumes:
+        with suppress(DockerException, OSError):
+            api.remove_volume(volume)
+    return len(containers) + len(volumes)
+
+
+def reap_all(api: Any, of: Callable[[str], bool] = is_orphaned) -> None:
+    """Until nothing is found twice: what a killed owner had asked for may come into being after it. `DockerException`."""
+    clean = 0
+    for _ in range(SWEEPS):
+        clean = 0 if reap(api, of) else clean + 1
+        if clean == 2:
+            return
+        time.sleep(SWEEP_S)
+
+
+def watch(owner: str) -> subprocess.Popen[bytes]:
+    """A shell that reaps if this process ends without having written a line to it."""
+    quiet = subprocess.DEVNULL
+    words = ["/bin/sh", "-c", _WAIT, sys.executable, owner]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
+
+
+if __name__ == "__main__":
+    reap_all(connect().api, sys.argv[1].__eq__)

@@ -1,0 +1,116 @@
+"""gyre-sandbox with containers: a whole run, and what kill -9 leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import docker
+import pytest
+from whole_run import DEADLINE_S, Run, run, tasks, tiny_model  # noqa: F401 (fixtures)
+
+from gyre.sandbox.backends import reaper
+
+MINE = [n for n in ("docker", "podman") if os.environ.get(f"GYRE_{n.upper()}")]
+
+
+@pytest.fixture(params=["docker", "podman"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A client of an engine that holds nothing of gyre's."""
+    if request.param not in MINE:
+        if request.param in os.environ.get("GYRE_REQUIRE", "").split(","):
+            pytest.fail(f"GYRE_REQUIRE={request.param}, but no {request.param} was started: make test-docker")
+        pytest.skip(f"no {request.param} for tests: make test-docker")
+    monkeypatch.setenv("DOCKER_HOST", os.environ[f"GYRE_{request.param.upper()}"])
+    client = docker.from_env()
+    assert left(client) == []
+    yield client
+    client.close()
+
+
+def left(client: Any) -> list[str]:
+    volumes = client.api.volumes({"label": [reaper.OWNER]})["Volumes"] or []
+    return [c["Names"][0] for c in client.api.containers(all=True)] + [v["Name"] for v in volumes]
+
+
+def flags(*sets: str) -> list[str]:
+    wanted = ["sandbox.backend=docker", f"sandbox.image={os.environ['GYRE_IMAGE']}", "sandbox.unsafe=false", *sets]
+    return [word for s in wanted for word in ("--set", s)]
+
+
+def command_lines(mark: str) -> list[bytes]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            found.append((entry / "cmdline").read_bytes())
+    return [words for words in found if mark.encode() in words]
+
+
+def state_of_the_machine() -> tuple[set[str], set[str]]:
+    """Mount points and control groups."""
+    mounts = {line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()}
+    groups = {str(p) for p in Path("/sys/fs/cgroup").rglob("*") if p.is_dir() and ("docker" in str(p) or "libpod" in str(p) or "gyre" in str(p))}
+    return mounts, groups
+
+
+def eventually(what: Any, why: str) -> None:
+    until = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < until, why
+        time.sleep(0.1)
+
+
+def test_a_whole_run_in_containers(run: Run, engine: Any) -> None:  # noqa: F811
+    more = flags("train.steps=2", "tasks.eval_every=0")
+    for command in ("buffer", "train", "rollout", "sandbox"):
+        run.start(command, *more)
+    run.finish()
+    rollouts = run.dump("--kind", "rollouts")
+    assert {r["reward"] for r in rollouts if r["ending"] == "finished"} == {0.0, 1.0}, run.log("sandbox")
+    assert left(engine) == []
+
+
+def test_killed_with_16_containers_and_16_bubblewraps_it_leaves_nothing(run: Run, engine: Any) -> None:  # noqa: F811
+    mark = uuid.uuid4().hex
+    before = state_of_the_machine()
+    harness = f"sh -c 'setsid sleep 3000 & sleep 3000; : {mark}'"
+    more = ["--set", f"sandbox.harness={harness}", "--set", "system.groups_per_step=8", "--set", "sandbox.slots=16"]
+    for command in ("buffer", "train", "rollout"):
+        run.start(command, *more)
+    run.start("sandbox", *more, *flags(), "--name", "boxes", name="boxes")
+    run.start("sandbox", *more, "--set", "sandbox.backend=bubblewrap", "--name", "wraps", name="wraps")
+
+    def running() -> tuple[int, int]:
+        owned = engine.api.containers(filters={"label": [reaper.OWNER]})
+        return len(owned), sum(words.startswith(b"sh\0-c") for words in command_lines(mark))
+
+    run.until(lambda: running() == (32, 32), f"16 keepers, 16 agents and as many bubblewraps, but there are {running()}")
+    for name in ("boxes", "wraps"):
+        run.processes.pop(name).kill()
+    eventually(lambda: left(engine) == [], "containers or volumes are left, and nobody was started")
+    for name in ("buffer", "train", "rollout"):
+        run.processes[name].send_signal(signal.SIGKILL)
+    for backend in ("docker", "bubblewrap"):  # the next start reaps
+        argv = [sys.executable, "-c", REAP, backend, os.environ["GYRE_IMAGE"]]
+        subprocess.run(argv, timeout=DEADLINE_S, check=True)
+    assert running() == (0, 0) and left(engine) == []
+    eventually(lambda: state_of_the_machine() == before, "mounts or control groups are left")
+
+
+REAP = """
+import asyncio, sys
+from gyre.config import Sandbox
+from gyre.sandbox.backends.choose import choose
+async def main():
+    backend = choose(sys.argv[1], unsafe=False, table=Sandbox(image=sys.argv[2]))
+    await backend.start()
+    await backend.close()
+asyncio.run(main())
+"""
