@@ -71,10 +71,13 @@ class Stream:
 
 
 class Host:
-    """An AsyncLLM with these arguments (of vLLM's AsyncEngineArgs). Slow to open. Raises `UsageError`."""
+    """An AsyncLLM with these arguments (of vLLM's AsyncEngineArgs). Slow to open. Raises `UsageError`.
 
-    def __init__(self, given: dict[str, Any]) -> None:
-        self._given = given
+    `update` needs the weight-transfer `backend` of vllm_worker.py; another one is for whoever drives it.
+    """
+
+    def __init__(self, given: dict[str, Any], *, backend: str = "gyre") -> None:
+        self._given, self._backend = given, backend
         self._version = Version(0, 0)
         self._requests = 0
         self._asleep = False
@@ -112,7 +115,7 @@ class Host:
 
         from gyre.rollout.vllm_stats import Stats
 
-        transfer = WeightTransferConfig(backend="gyre")
+        transfer = WeightTransferConfig(backend=self._backend)
         try:
             self._llm: Any = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(**self._given, weight_transfer_config=transfer, disable_log_stats=True), stat_loggers=[Stats.of(self._gauges)]
