@@ -6,26 +6,30 @@
 #   GYRE_REQUIRE=bwrap,pi  fail, and do not skip, what needs bubblewrap, a harness of that name, docker or podman
 #   JOBS=2                 test files that run at the same time
 #   SEED=0  RUN=runs/demo  seed and run directory of the demo; HOSTS=FILE  RULE=NAME  STEPS=N  its cells, their rule, a shorter one
+#   ENGINE=vllm            the demo's inference engine: torch, or vllm in a second environment (.venv-vllm)
 
 SHELL := /bin/sh
 BIN := .venv/bin
 JOBS := 2
-export UNSAFE TORCH_INDEX PYTHON
+export UNSAFE TORCH_INDEX PYTHON ENGINE
 
-.PHONY: help setup harnesses demo test test-docker test-all check bench docs clean
+.PHONY: help setup setup-vllm harnesses demo test test-docker test-vllm test-all check bench docs clean
 
 help:
-	@sed -n '1,10s/^# \{0,1\}//p' Makefile
-	@echo "targets: setup harnesses demo test test-docker test-all check bench docs clean"
+	@sed -n '1,11s/^# \{0,1\}//p' Makefile
+	@echo "targets: setup setup-vllm harnesses demo test test-docker test-vllm test-all check bench docs clean"
 
 setup:
 	@sh .ci/setup
 
+setup-vllm: setup
+	@sh .ci/setup-vllm
+
 harnesses: setup
 	$(BIN)/gyre-harness install mini pi codex
 
-demo: setup
-	@PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/quickstart/demo.sh
+demo: $(if $(filter vllm,$(ENGINE)),setup-vllm,setup)
+	@PATH="$(CURDIR)/$(if $(filter vllm,$(ENGINE)),.venv-vllm/bin,$(BIN)):$$PATH" sh examples/quickstart/demo.sh
 
 check: setup
 	$(BIN)/ruff check .
@@ -42,7 +46,10 @@ test-docker: setup
 	GYRE_CONTAINMENT=$${GYRE_CONTAINMENT:-check} $(BIN)/python tests/sandbox/engines.py $(BIN)/python -m pytest -p no:xdist \
 	    tests/sandbox tests/e2e/test_docker.py
 
-test-all: test test-docker
+test-vllm: setup-vllm
+	.venv-vllm/bin/python -m pytest -W ignore -k vllm tests/rollout  # importing vLLM warns of its own affairs
+
+test-all: test test-docker test-vllm
 
 bench: setup
 	$(BIN)/python tests/bench/run.py
@@ -51,4 +58,4 @@ docs: setup
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -11,7 +11,7 @@ from gyre import cli
 
 @click.command()
 @cli.common(addresses=("train", "coord", "bind"), named="")
-@click.option("--engine", type=click.Choice(["torch", "scripted", "paced"]), help="Which engine serves the policy (rollout.engine).")
+@click.option("--engine", type=click.Choice(["torch", "vllm", "scripted", "paced"]), help="Which engine serves the policy (rollout.engine).")
 @click.option("--no-train", is_flag=True, help="Serve the model as it is on disk, without a trainer to follow.")
 @click.option(
     "--role",

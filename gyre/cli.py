@@ -177,6 +177,7 @@ EXTRAS = {
     **dict.fromkeys(("h11", "jinja2", "tokenizers", "pyseccomp"), "sandbox"),
     "matplotlib": "report",
     "pyarrow": "dump",
+    "vllm": "vllm",
 }
 """Packages that the base installation lacks, and the extra that brings each."""
 

@@ -79,7 +79,9 @@ class System(Table, frozen=True, kw_only=True):
 class Rollout(Table, frozen=True, kw_only=True):
     """The inference engine and how it samples."""
 
-    engine: Annotated[Literal["torch", "scripted", "paced"], _doc("Which engine serves the policy; paced sleeps as run.workload says.")] = "torch"
+    engine: Annotated[Literal["torch", "vllm", "scripted", "paced"], _doc("Which engine serves the policy; paced sleeps as run.workload says.")] = (
+        "torch"
+    )
     temperature: Annotated[float, _doc("Sampling temperature of training rollouts; 0 is greedy.", ge=0)] = 1.0
     eval_temperature: Annotated[float, _doc("Sampling temperature of evaluation rollouts.", ge=0)] = 1.0
     top_p: Annotated[float, _doc("Nucleus sampling; 1 is off.", gt=0, le=1)] = 1.0
@@ -89,6 +91,11 @@ class Rollout(Table, frozen=True, kw_only=True):
     slots: Annotated[int, _doc("Requests decoded together by one engine.", ge=1)] = 64
     queue: Annotated[int, _doc("Requests an engine holds beside those decoding; more are answered full.", ge=0)] = 256
     threads: Annotated[int, _doc("CPU threads of the engine; 0 leaves the choice to torch.", ge=0)] = 0
+    tensor_parallel: Annotated[int, _doc("For the vLLM engine: devices that share the model.", ge=1)] = 1
+    kv_memory_mb: Annotated[
+        int, _doc("For the vLLM engine: memory of keys and values; 0: 1024 on a CPU, on a GPU what gpu_memory leaves beside the model.", ge=0)
+    ] = 0
+    gpu_memory: Annotated[float, _doc("For the vLLM engine on a GPU: share of the device's memory that it takes.", gt=0, le=1)] = 0.9
     script: Annotated[str, _doc("For the scripted engine: JSON-lines file of completions.", path=True)] = ""
 
 

@@ -1,7 +1,7 @@
 #!/bin/sh
 # The quick start from nothing to a trained model: tasks, a warm start, 64 steps of reinforcement learning on four cells that turn, the report.
 # Run by `make demo`, with gyre's commands on PATH. SEED=N for another seed, RUN=DIR for another run directory, HOSTS=FILE for other cells
-# (fixed.txt: fixed roles), RULE=NAME for another rule, STEPS=N for fewer steps, UNSAFE=1 without bubblewrap.
+# (fixed.txt: fixed roles), RULE=NAME for another rule, STEPS=N for fewer steps, ENGINE=vllm for that engine, UNSAFE=1 without bubblewrap.
 set -eu
 cd "$(dirname "$0")/../.."
 here=examples/quickstart seed=${SEED:-0} run=${RUN:-runs/demo}
@@ -46,6 +46,7 @@ fi
 say "4/4  Reinforcement learning from the verifiers alone"
 [ -z "$flags" ] || flags="--set sandbox.backend=process --set sandbox.unsafe=true"
 [ -z "${RULE:-}" ] || flags="$flags --rule $RULE"
+[ -z "${ENGINE:-}" ] || flags="$flags --set rollout.engine=$ENGINE"
 [ -z "${STEPS:-}" ] || flags="$flags --set train.steps=$STEPS"
 # shellcheck disable=SC2086
 gyre-coord --cells "$hosts" --config "$here/run.toml" --run "$run" --set run.seed="$seed" $flags \

@@ -79,6 +79,7 @@ class EngineState(msgspec.Struct, frozen=True):
     free: int  # new requests that would be taken now
     generated: int
     slots: int = 0  # requests decoded together
+    gauges: dict[str, float] = {}  # the engine's own, passed on as they are
 
 
 class Engine(Protocol):
@@ -147,14 +148,14 @@ def uniform(seed: int, k: int) -> float:
 class Transcript:
     """The tokens of one request as they come, and when they are enough."""
 
-    __slots__ = ("_context", "_limit", "_stop", "logprobs", "request", "spans", "token_ids")
+    __slots__ = ("_context", "_limit", "logprobs", "request", "spans", "stop_ids", "token_ids")
 
     def __init__(self, request: EngineRequest, eos_ids: frozenset[int], context: int) -> None:
         self.request = request
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.spans: list[VersionSpan] = []
-        self._stop = eos_ids.union(request.stop_ids) if request.stop_ids else eos_ids
+        self.stop_ids = eos_ids.union(request.stop_ids) if request.stop_ids else eos_ids
         self._limit = request.sampling.max_tokens
         self._context = context - len(request.prompt_ids)
 
@@ -162,6 +163,11 @@ class Transcript:
     def draws(self) -> int:
         """The number of the next draw."""
         return self.request.drawn + len(self.token_ids)
+
+    @property
+    def most(self) -> int:
+        """The tokens after which it is finished, whatever they are."""
+        return min(self._limit, self._context)
 
     def add(self, token: int, logprob: float, version: Version) -> FinishReason | None:
         """Append a token; returns why the request is finished, if it is."""
@@ -172,7 +178,7 @@ class Transcript:
             self.spans[-1] = VersionSpan(version, self.spans[-1].start, at + 1)
         else:
             self.spans.append(VersionSpan(version, at, at + 1))
-        if token in self._stop:
+        if token in self.stop_ids:
             return "stop"
         if at + 1 >= self._limit:
             return "length"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gyre.config import Model
 from gyre.errors import UsageError
+from gyre.weights.snapshot import model_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +63,25 @@ def position_limit(directory: Path) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
+def model_shapes(directory: Path) -> dict[str, list[int]]:
+    """Names and shapes of the tensors that a publication of this model has, without its weights. Raises `UsageError`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory, local_files_only=True))  # type: ignore[no-untyped-call]
+    except (OSError, ValueError, KeyError) as e:
+        raise unloadable(str(directory), e) from None
+    return {name: list(tensor.shape) for name, tensor in model_tensors(model).items()}
+
+
+def unloadable(path: str, error: Exception) -> UsageError:
+    """What transformers, or vLLM, says of a directory that it cannot read, in one line."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return UsageError("run.toml", f"{path} cannot be loaded ({lines[0].rstrip('.')})", _REMEDY, _KEY)
+
+
 def device_of(name: str) -> str:
     """`model.device` with auto decided."""
     import torch
@@ -85,8 +105,7 @@ def load_model(table: Model) -> torch.nn.Module:
             directory, dtype=getattr(torch, table.dtype), local_files_only=True, use_safetensors=True, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:  # whatever transformers says of a directory it cannot read
-        lines = str(e).strip().splitlines() or [type(e).__name__]
-        raise UsageError("run.toml", f"{table.path} cannot be loaded ({lines[0].rstrip('.')})", _REMEDY, _KEY) from None
+        raise unloadable(table.path, e) from None
     model, info = loaded
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])

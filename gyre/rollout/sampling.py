@@ -26,16 +26,22 @@ def sample(logits_BV: torch.Tensor, samplings: Sequence[Sampling], draws: Sequen
     if any(s.top_k > 0 or s.top_p < 1 for s in samplings):
         logits_BV = cut(logits_BV, samplings)
     logprobs_BV = torch.log_softmax(logits_BV, -1)
-    cumulated_BV = logprobs_BV.double().exp_().cumsum_(-1)
-    total_B = cumulated_BV[:, -1]
-    target_B = torch.minimum(torch.tensor(draws, dtype=torch.float64, device=device) * total_B, torch.nextafter(total_B, total_B.new_zeros(())))
-    ids_B = torch.searchsorted(cumulated_BV, target_B[:, None], right=True)[:, 0].clamp_max_(logits_BV.shape[1] - 1)
+    ids_B = pick(logprobs_BV, draws)
     chosen_B = logprobs_BV.gather(1, ids_B[:, None])[:, 0]
     if any(s.temperature == 0.0 for s in samplings):
         greedy_B = torch.tensor([s.temperature == 0.0 for s in samplings], device=device)
         ids_B = torch.where(greedy_B, logits_BV.argmax(-1), ids_B)
         chosen_B = torch.where(greedy_B, chosen_B.new_zeros(()), chosen_B)
     return ids_B.tolist(), chosen_B.tolist()
+
+
+def pick(logprobs_BV: torch.Tensor, draws: Sequence[float]) -> torch.Tensor:
+    """The tokens at these draws (B): the inverse of each row's cumulative distribution."""
+    cumulated_BV = logprobs_BV.double().exp_().cumsum_(-1)
+    total_B = cumulated_BV[:, -1]
+    draws_B = torch.tensor(draws, dtype=torch.float64, device=logprobs_BV.device)
+    target_B = torch.minimum(draws_B * total_B, torch.nextafter(total_B, total_B.new_zeros(())))
+    return torch.searchsorted(cumulated_BV, target_B[:, None], right=True)[:, 0].clamp_max_(logprobs_BV.shape[1] - 1)
 
 
 def cut(logits_BV: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:

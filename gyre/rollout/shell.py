@@ -59,6 +59,10 @@ def open_engine(config: Config) -> Engine:
         return open_paced(config)
     # Threads that spin at barriers cost a shared machine an order of magnitude; OpenMP reads this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if config.rollout.engine == "vllm":
+        from gyre.rollout.vllm_engine import open_vllm
+
+        return open_vllm(config)
     from gyre.rollout.torch_engine import open_torch
 
     return open_torch(config)
@@ -336,4 +340,5 @@ async def _report(worker: Worker, desk: Desk) -> None:
             worker.status("starting", "waiting for a policy")
         else:
             phase = "working" if state.running else "ready"
-            worker.status(phase, tokens_s=rate, in_flight=state.running, queued=state.queued, term=state.version.term, version=state.version.step)
+            gauges = {"tokens_s": rate, "in_flight": state.running, "queued": state.queued, "term": state.version.term, "version": state.version.step}
+            worker.status(phase, "", **gauges, **state.gauges)

@@ -2,7 +2,7 @@
 
 Invariants
 - The memory goes with the last who holds it: nothing has a name that a killed process could leave behind.
-- Who maps it cannot write it, and keeps it whole after its maker let go; so a reader needs no lease.
+- Who maps it keeps it whole after its maker let go, so a reader needs no lease; what a reader writes is its own (copy on write).
 
 Not here: who may read (processes of the same user that see each other in /proc; others pull chunks).
 """
@@ -34,13 +34,13 @@ class Shared(mmap.mmap):
 
 
 def attach(path: str, nbytes: int) -> memoryview | None:
-    """The bytes at `path`, read-only, or None where they cannot be had (another host, another namespace, gone)."""
+    """The bytes at `path`, or None where they cannot be had (another host, another namespace, gone)."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a path that names something else by now must not block
     except OSError:
         return None
     try:
-        return memoryview(mmap.mmap(fd, max(1, nbytes), prot=mmap.PROT_READ))[:nbytes]
+        return memoryview(mmap.mmap(fd, max(1, nbytes), flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))[:nbytes]
     except (OSError, ValueError):
         return None
     finally:

@@ -114,6 +114,13 @@ def _views(specs: Iterable[TensorSpec], data: bytes | bytearray | memoryview | S
         yield s.name, part.view(dtype).view(s.shape) if s.nbytes else torch.empty(s.shape, dtype=dtype)
 
 
+def check_fit(ours: Mapping[str, list[int]], published: Mapping[str, list[int]]) -> None:
+    """Compare names and shapes. Raises `WorkFailed` when they differ."""
+    wrong = sorted(ours.keys() ^ published.keys()) or [n for n in ours if ours[n] != published[n]]
+    if wrong:
+        raise WorkFailed(f"published weights do not fit the engine's model: {wrong[0]} ({len(wrong)} tensors differ); start both from one model.path")
+
+
 def install(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy a snapshot's tensors into a model and tie what it ties.
 
@@ -122,9 +129,7 @@ def install(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None
     import torch
 
     ours = model_tensors(model)
-    wrong = sorted(ours.keys() ^ tensors.keys()) or [n for n in ours if ours[n].shape != tensors[n].shape]
-    if wrong:
-        raise WorkFailed(f"published weights do not fit the engine's model: {wrong[0]} ({len(wrong)} tensors differ); start both from one model.path")
+    check_fit({n: list(t.shape) for n, t in ours.items()}, {n: list(t.shape) for n, t in tensors.items()})
     with torch.no_grad():
         for name, tensor in ours.items():
             tensor.copy_(tensors[name])

@@ -393,6 +393,15 @@ def prefix_tree() -> Figure:
     return f"training: prefix trees at J_max = 5, cost {rates[1] / rates[0]:.2f} of rows", "tok/s", *_named(rates, "the same rows apart")
 
 
+def vllm() -> None:
+    """`vllm_throughput.py`, in the environment that has vLLM: through gateways, ZeroMQ and the engine against a bare AsyncLLM; a publication."""
+    python = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+    if not python.exists():
+        print("vllm: skipped, there is no .venv-vllm (make setup-vllm)")
+        return
+    subprocess.run([python, Path(__file__).with_name("vllm_throughput.py"), "tiny", "135m"], check=True, timeout=1800, stderr=subprocess.DEVNULL)
+
+
 BENCHMARKS = {
     "wire": wire, "gateway": gateway, "gateway_throughput": gateway_throughput, "buffer": buffer, "engine": engine, "sandbox": sandbox,
     "sandbox_docker": sandbox_docker,
@@ -401,9 +410,12 @@ BENCHMARKS = {
 
 
 def main() -> int:
-    names = sys.argv[1:] or list(BENCHMARKS)
+    names = sys.argv[1:] or [*BENCHMARKS, "vllm"]
     print(f"{'':58} {'gyre':>12}   {'yardstick':>12}   ratio")
     for name in names:
+        if name == "vllm":
+            vllm()
+            continue
         if name == "sandbox" and not shutil.which("bwrap"):
             print("sandbox: skipped, bwrap is not installed")
             continue

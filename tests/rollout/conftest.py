@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from gyre.rollout.paced import PacedEngine
 from gyre.rollout.scripted import ScriptedEngine, load_script
 from gyre.rollout.torch_engine import TorchEngine
 from gyre.types import Sampling, Version
+from gyre.weights.snapshot import model_tensors, pack
 
 VOCABULARY = 97
 EOS = 5
@@ -31,11 +34,10 @@ def qwen3(seed: int, **more: Any) -> Qwen3ForCausalLM:
             intermediate_size=64,
             num_attention_heads=4,
             num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=512,
+            head_dim=32,  # the least that vLLM computes on a CPU
             initializer_range=0.3,
             eos_token_id=EOS,
-            **{"num_hidden_layers": 2, "tie_word_embeddings": True, **more},
+            **{"max_position_embeddings": 512, "num_hidden_layers": 2, "tie_word_embeddings": True, **more},
         )
     ).eval()
 
@@ -144,7 +146,55 @@ def paced_engine(kit: Kit) -> Iterator[Callable[..., PacedEngine]]:
         engine.close()
 
 
-@pytest.fixture(params=["torch", "scripted", "paced"])
+@pytest.fixture(scope="session")
+def vllm_hosts(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
+    """The AsyncLLMs of this session, with the model of seed 0, while nobody uses them. Each takes seconds to start, so engines borrow them."""
+    if importlib.util.find_spec("vllm") is None:
+        if "vllm" in os.environ.get("GYRE_REQUIRE", "").split(","):
+            pytest.fail("GYRE_REQUIRE=vllm, but vLLM is not installed")
+        pytest.skip("vLLM is not installed: make test-vllm")
+    idle: list[Any] = []
+    yield idle
+    for host in idle:
+        host.close()
+
+
+@pytest.fixture(scope="session")
+def vllm_model(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vllm") / "model"
+    qwen3(0).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def vllm_engine(kit: Kit, vllm_hosts: list[Any], vllm_model: Path) -> Iterator[Callable[..., Any]]:
+    """A factory of engines of the model with seed 0, serving (0, 0) unless `version` is None."""
+    from gyre.config import Config, Model, Rollout
+    from gyre.rollout.model import model_shapes
+    from gyre.rollout.vllm_engine import VllmEngine
+    from gyre.rollout.vllm_host import Host, arguments
+
+    opened: list[tuple[VllmEngine, Host]] = []
+    initial = pack(INITIAL, model_tensors(qwen3(0)))
+    config = Config(model=Model(path=str(vllm_model)), rollout=Rollout(engine="vllm", slots=64, threads=1, kv_memory_mb=64))
+
+    def make(*, version: Version | None = INITIAL, eos: frozenset[int] = frozenset({EOS}), **limits: int) -> VllmEngine:
+        host = vllm_hosts.pop() if vllm_hosts else Host(arguments(config, 512))
+        host.wake()
+        host.update(INITIAL, initial.tensors, initial.data)  # whoever had it may have left other weights
+        engine = VllmEngine(host, model_shapes(vllm_model), eos=eos, owned=False, **{"context": 256, "slots": 8, "queue": 8, **limits})
+        opened.append((engine, host))
+        if version is not None:
+            engine.load(version, [], memoryview(b"")).result(30)
+        return engine
+
+    yield make
+    for engine, host in opened:
+        engine.close()
+        vllm_hosts.append(host)
+
+
+@pytest.fixture(params=["torch", "vllm", "scripted", "paced"])
 def make_engine(request: pytest.FixtureRequest) -> Callable[..., Engine]:
     """A factory of either engine: what holds for one must hold for the other."""
     factory: Callable[..., Engine] = request.getfixturevalue(f"{request.param}_engine")
