@@ -191,6 +191,13 @@ def test_a_task_is_sound_and_listed(task: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "ok    nl2repo/lilt  oracle 1  nop 0\n"), done.stderr
 
 
+def test_without_a_sandbox_the_same_tests_count(task: Path) -> None:
+    folder = task.parents[1]
+    done = make(folder / "unsafe", "--packages", folder / "packages.toml", "--downloads", folder / "downloads", "--unsafe")
+    assert done.returncode == 0, done.stderr
+    assert (folder / "unsafe" / "lilt-1.0" / "tests" / "expected.json").read_text() == (task / "tests" / "expected.json").read_text()
+
+
 def test_the_specification_tells_what_and_not_how(task: Path) -> None:
     text = (task / "instruction.md").read_text()
     assert "It shouts and counts." in text and "def shout(text, times=1):" in text and "with so many exclamation marks" in text
