@@ -227,6 +227,17 @@ def test_what_hangs_or_dies_costs_its_own_tests_alone(task: Path, agents: Agents
     assert result.rewards["passed"] == N_TESTS - 2, result.output
 
 
+def test_when_time_is_short_what_passed_counts(task: Path, agents: Agents, tmp_path: Path) -> None:
+    """A test that hangs for longer than there is time to look for such tests."""
+    short = tmp_path / "short"
+    shutil.copytree(task, short)
+    grader = short / "tests" / "grade.py"
+    grader.write_text(grader.read_text().replace("SEARCH_S = 140.0", "SEARCH_S = 5.0").replace("TEST_S = 10.0", "TEST_S = 60.0"))
+    bad = LILT.replace("        if not text.isalpha():", "        while text == '1': pass\n        if 0:")
+    result = agents.play(short, {"lilt/__init__.py": bad}, tmp_path / "files")
+    assert result.rewards["passed"] > 2 and result.rewards["passed"] < N_TESTS, result.output
+
+
 def test_files_beside_an_honest_package_do_no_harm(task: Path, agents: Agents, tmp_path: Path) -> None:
     files = {
         "lilt/__init__.py": LILT,
