@@ -105,7 +105,9 @@ def fetch(packages: list[Package], folder: Path) -> dict[str, Path]:
         wanted.write_text("".join(f"{p.name}=={p.version} --hash=sha256:{p.sha256}\n" for p in missing))
         from_source = ",".join(p.name for p in missing)
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps", "--no-binary", from_source]
-        subprocess.run([*pip, "--require-hashes", "-r", str(wanted), "-d", str(folder)], check=True, timeout=FETCH_S, stdout=sys.stderr)
+        done = subprocess.run([*pip, "--require-hashes", "-r", str(wanted), "-d", str(folder)], check=False, timeout=FETCH_S, stdout=sys.stderr)
+        if done.returncode != 0:
+            sys.exit(f"pip cannot fetch {from_source}: what it said is above; {wanted} has versions and hashes")
     return _sdists(folder)
 
 
