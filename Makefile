@@ -3,7 +3,7 @@
 #   PYTHON=python3.12      interpreter of the virtual environment (3.11 or newer)
 #   TORCH_INDEX=URL        index to take torch from, for example one with CPU builds
 #   UNSAFE=1               go on without bubblewrap: executions are then not contained
-#   GYRE_REQUIRE=bwrap,pi  fail, and do not skip, what needs bubblewrap, a harness of that name, docker or podman
+#   GYRE_REQUIRE=bwrap,pi  fail, and do not skip, what needs bubblewrap, a harness of that name, docker, podman, vllm, a package index (index)
 #   JOBS=2                 test files that run at the same time
 #   SEED=0  RUN=runs/demo  seed and run directory of the demo; HOSTS=FILE  RULE=NAME  STEPS=N  its cells, their rule, a shorter one
 #   ENGINE=vllm            the demo's inference engine: torch, or vllm in a second environment (.venv-vllm)

@@ -3,8 +3,8 @@
     python make_tasks.py --out DIR [--only NAME]… [--packages FILE] [--downloads DIR] [--unsafe]
 
 Each package of packages.toml becomes DIR/NAME-VERSION, and DIR/tasks.jsonl lists them all. Sources come from the index that pip is set to, pinned
-by version and sha256. Which tests count is found out by running them in a sandbox: those that the package itself passes, but neither an empty
-workspace nor a package that answers everything with an object that equals everything. What came of it is one JSON line per task on stdout.
+by version and sha256. Which tests count is found out by running them in a sandbox: those that the package itself passes each time, but neither an
+empty workspace nor a package that answers everything with an object that equals everything. What came of it is one JSON line per task on stdout.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import suite
 
 HERE: Final = Path(__file__).resolve().parent
 FETCH_S: Final = 900
+RUNS: Final = 5  # of a package's own tests on itself
 TOML: Final = """\
 version = "1.0"
 
@@ -104,7 +105,9 @@ def fetch(packages: list[Package], folder: Path) -> dict[str, Path]:
         wanted.write_text("".join(f"{p.name}=={p.version} --hash=sha256:{p.sha256}\n" for p in missing))
         from_source = ",".join(p.name for p in missing)
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps", "--no-binary", from_source]
-        subprocess.run([*pip, "--require-hashes", "-r", str(wanted), "-d", str(folder)], check=True, timeout=FETCH_S, stdout=sys.stderr)
+        done = subprocess.run([*pip, "--require-hashes", "-r", str(wanted), "-d", str(folder)], check=False, timeout=FETCH_S, stdout=sys.stderr)
+        if done.returncode != 0:
+            sys.exit(f"pip cannot fetch {from_source}: what it said is above; {wanted} has versions and hashes")
     return _sdists(folder)
 
 
@@ -125,22 +128,24 @@ def make(package: Package, sdist: Path, out: Path, run_task: list[str]) -> dict[
             archive.extractall(unpacked, filter="data")
         (source,) = Path(unpacked).iterdir()
         write_task(package, source, task)
-    wanted: dict[str, Any] = {"targets": [f"suite/{name}" for name in package.tests], "tests": None}
+    targets = [f"suite/{name}" for name in package.tests]
     expected = task / "tests" / "expected.json"
-    expected.write_text(json.dumps(wanted))
+    expected.write_text(json.dumps({"targets": targets, "tests": None}))
     script = look_script(package) + stub_script(task / "solution" / "reference")
     stub, output = passing(run_task, task, "--harness-cmd", shlex.join(["sh", "-c", script]))
     if found := [line.removeprefix("FOUND ") for line in output.splitlines() if line.startswith("FOUND ")]:
         shutil.rmtree(task)
         raise Reachable(found[0])
-    right, _ = passing(run_task, task, "--harness", "oracle")
     empty, _ = passing(run_task, task, "--harness", "nop")
-    tests = sorted(right - empty - stub)
+    expected.write_text(json.dumps({"targets": targets, "tests": None, "runs": RUNS}))
+    right, _ = passing(run_task, task, "--harness", "oracle")
+    unstable = {test.partition("[")[0] for test in set.union(*right) - set.intersection(*right)}  # random, or its cases' names change
+    tests = sorted(test for test in right[0].difference(*empty, *stub) if test.partition("[")[0] not in unstable)
     if not tests:
         sys.exit(f"{task}: upstream's tests pass for none of its own code; run gyre-task run {task} --show-output")
-    expected.write_text(json.dumps({**wanted, "tests": tests}, indent=0))
+    expected.write_text(json.dumps({"targets": targets, "tests": tests}, indent=0))
     instruction = task / "instruction.md"
-    return {"task": task.name, "tests": len(tests), "dropped": len(right) - len(tests), "instruction_bytes": instruction.stat().st_size}
+    return {"task": task.name, "tests": len(tests), "dropped": len(right[0]) - len(tests), "instruction_bytes": instruction.stat().st_size}
 
 
 def write_task(package: Package, source: Path, task: Path) -> None:
@@ -191,14 +196,14 @@ def look_script(package: Package) -> str:
     return f"find / -path /proc -prune -o '(' {places} ')' -print 2>/dev/null | sed 's/^/FOUND /'\n"
 
 
-def passing(run_task: list[str], task: Path, *agent: str) -> tuple[set[str], str]:
-    """The tests that pass for what an agent leaves, said by a verifier that has no list yet; and all that was written."""
+def passing(run_task: list[str], task: Path, *agent: str) -> tuple[list[set[str]], str]:
+    """The tests that pass for what an agent leaves, in each run of a verifier that has no list yet; and all that was written."""
     done = subprocess.run([*run_task, str(task), "--json", *agent], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         sys.exit(f"{task}: it cannot be graded: {done.stderr.strip() or done.returncode}")
     output = json.loads(done.stdout)["output"]
     lines = [line for line in output.splitlines() if line.startswith("PASSED ")]
-    return set(json.loads(lines[-1].removeprefix("PASSED "))), output
+    return [set(run) for run in json.loads(lines[-1].removeprefix("PASSED "))], output
 
 
 def main() -> None:
@@ -212,15 +217,15 @@ def main() -> None:
     packages = load_packages(options.packages, options.only)
     sdists = fetch(packages, options.downloads or options.out / "downloads")
     run_task = [sys.executable, "-m", "gyre_commands.task", "run", *(["--backend", "process", "--unsafe"] if options.unsafe else [])]
-    made = []
     for package in packages:
         try:
-            made.append(make(package, sdists[package.sha256], options.out, run_task))
+            made = make(package, sdists[package.sha256], options.out, run_task)
         except Reachable as e:
             print(f"{package.name}: left out: agents can read it at {e}; remove it from this machine", file=sys.stderr)
         else:
-            print(json.dumps(made[-1]), flush=True)
-    (options.out / "tasks.jsonl").write_text("".join(json.dumps({"path": entry["task"]}) + "\n" for entry in made))
+            print(json.dumps(made), flush=True)
+    tasks = sorted(file.parent.name for file in options.out.glob("*/task.toml"))
+    (options.out / "tasks.jsonl").write_text("".join(json.dumps({"path": task}) + "\n" for task in tasks))
 
 
 if __name__ == "__main__":

@@ -191,6 +191,13 @@ def test_a_task_is_sound_and_listed(task: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "ok    nl2repo/lilt  oracle 1  nop 0\n"), done.stderr
 
 
+def test_without_a_sandbox_the_same_tests_count(task: Path) -> None:
+    folder = task.parents[1]
+    done = make(folder / "unsafe", "--packages", folder / "packages.toml", "--downloads", folder / "downloads", "--unsafe")
+    assert done.returncode == 0, done.stderr
+    assert (folder / "unsafe" / "lilt-1.0" / "tests" / "expected.json").read_text() == (task / "tests" / "expected.json").read_text()
+
+
 def test_the_specification_tells_what_and_not_how(task: Path) -> None:
     text = (task / "instruction.md").read_text()
     assert "It shouts and counts." in text and "def shout(text, times=1):" in text and "with so many exclamation marks" in text
@@ -218,6 +225,17 @@ def test_what_hangs_or_dies_costs_its_own_tests_alone(task: Path, agents: Agents
     )
     result = agents.play(task, {"lilt/__init__.py": bad}, tmp_path)
     assert result.rewards["passed"] == N_TESTS - 2, result.output
+
+
+def test_when_time_is_short_what_passed_counts(task: Path, agents: Agents, tmp_path: Path) -> None:
+    """A test that hangs for longer than there is time to look for such tests."""
+    short = tmp_path / "short"
+    shutil.copytree(task, short)
+    grader = short / "tests" / "grade.py"
+    grader.write_text(grader.read_text().replace("SEARCH_S = 140.0", "SEARCH_S = 5.0").replace("TEST_S = 10.0", "TEST_S = 60.0"))
+    bad = LILT.replace("        if not text.isalpha():", "        while text == '1': pass\n        if 0:")
+    result = agents.play(short, {"lilt/__init__.py": bad}, tmp_path / "files")
+    assert result.rewards["passed"] > 2 and result.rewards["passed"] < N_TESTS, result.output
 
 
 def test_files_beside_an_honest_package_do_no_harm(task: Path, agents: Agents, tmp_path: Path) -> None:
@@ -353,7 +371,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     need_bwrap()
     out = tmp_path_factory.mktemp("real")
     done = make(out, *(word for name in REAL for word in ("--only", name)))
-    if done.returncode != 0 and "pip" in done.stderr:
+    if done.returncode != 0 and "pip cannot fetch" in done.stderr:
         if "index" in os.environ.get("GYRE_REQUIRE", "").split(","):
             pytest.fail(f"GYRE_REQUIRE=index, but pip cannot fetch {' and '.join(REAL)}: {done.stderr[-500:]}")
         pytest.skip(f"pip cannot fetch {' and '.join(REAL)}")

@@ -103,6 +103,18 @@ def test_the_hosts_environment_and_files_are_out_of_sight(new_box, monkeypatch, 
     new_box(story)
 
 
+def test_packages_beside_gyres_interpreter_are_out_of_sight(bwrap):
+    """Where sandboxes get an interpreter that is not the system's, they get it bare: a reference package installed there would be an answer."""
+    code = "import sys, pathlib; home = pathlib.Path(sys.base_prefix); print(home, *home.glob('lib/python3*/site-packages/*'))"
+
+    async def story(b):
+        home, *packages = (await b.once("", **python(code))).output.decode().split()
+        assert packages == [] or Path(home).is_relative_to("/usr")
+        assert (await b.once("", **python("import pytest"))).status == 0
+
+    bwrap(story)
+
+
 @pytest.mark.hostile("to reach the host's loopback, or the network", "refused; a loopback of its own works")
 def test_the_hosts_loopback_is_out_of_reach(strong):
     host = socket.create_server(("127.0.0.1", 0))

@@ -4,11 +4,11 @@ Copied into each task's `tests/`. Standard library only. The agent's code runs i
 what it likes; so this process loads nothing that an agent wrote, and
 
 - a child's word counts only if it came to its end and the canaries, tests that nothing can pass, failed in it. A child that dies or hangs is started
-  again without the test that it was at;
+  again without the test that it was at, and when time runs short with those tests alone that passed in one that died;
 - what the child says bears a token that it was given on its standard input;
 - the reward is written after the death of every process that was started here, into a directory emptied before.
 
-Without a list of tests (while a task is made) it prints the names of those that passed.
+Without a list of tests (while a task is made) it prints the names of those that passed, in each of so many runs.
 """
 
 import ctypes
@@ -29,7 +29,8 @@ TESTS = Path(os.environ.get("GYRE_TESTS", "/tests"))
 LOGS = Path(os.environ.get("GYRE_LOGS", "/logs/verifier"))
 CANARIES = 6
 START_S = 60.0  # until the first test starts
-TEST_S = 20.0  # no test may take longer
+TEST_S = 10.0  # no test may take longer
+SEARCH_S = 140.0  # for children that die or hang
 TOTAL_S = 240.0  # below verifier.timeout_sec of task.toml
 LOSSES = 20  # children that may die or hang
 MOST_UNREAD = 1 << 20
@@ -66,12 +67,12 @@ def is_canary(test):
     return test.startswith("canary/")
 
 
-def run_once(targets, skip, deadline):
+def run_once(targets, skip, keep, deadline):
     """Start a child, hear it until it is done, silent for too long, or dead, and kill all that it left."""
     token = secrets.token_hex(16)
     back, out = os.pipe()
     scratch = tempfile.mkdtemp()
-    order = {"out": out, "targets": targets, "skip": sorted(skip), "work": WORK}
+    order = {"out": out, "targets": targets, "skip": sorted(skip), "keep": sorted(keep), "work": WORK}
     env = {"PATH": os.environ.get("PATH", os.defpath), "HOME": scratch, "TMPDIR": scratch, "LANG": "C.UTF-8"}
     env |= {"PYTHONHASHSEED": "0", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     argv = [sys.executable, "-s", "-S", "-B", str(TESTS / "lib" / "run.py"), json.dumps(order)]
@@ -117,20 +118,26 @@ def kill_all():
 
 def passing(targets):
     """The tests that pass; none if the child lied."""
-    skip, deadline = set(), time.monotonic() + TOTAL_S
+    skip, seen, started = set(), set(), time.monotonic()
     for _ in range(LOSSES):
-        run = run_once(targets, skip, deadline)
-        if run.forged:
-            print("a test passed that nothing can pass: the package changes how it is tested")
-            return set()
-        if run.complete:
-            return {test for test in run.passed if not is_canary(test)}
-        if run.at is None or is_canary(run.at) or time.monotonic() > deadline:
+        run = run_once(targets, skip, (), started + SEARCH_S)
+        if run.forged or run.complete:
+            return counted(run)
+        seen |= run.passed
+        if run.at is None or is_canary(run.at) or time.monotonic() > started + SEARCH_S:
             break
         print("lost in", run.at)
         skip.add(run.at)
-    print("the tests did not come to their end")
-    return set()
+    return counted(run_once(targets, skip, seen, started + TOTAL_S)) if seen else set()
+
+
+def counted(run):
+    """The tests of a run, if its word counts."""
+    if run.forged:
+        print("a test passed that nothing can pass: the package changes how it is tested")
+    elif not run.complete:
+        print("the tests did not come to their end")
+    return {test for test in run.passed if not is_canary(test)} if run.complete and not run.forged else set()
 
 
 def write_reward(values):
@@ -144,9 +151,9 @@ def main():
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         sys.exit("orphans cannot be adopted: a package's leftovers could not be killed")
     wanted = json.loads((TESTS / "expected.json").read_text())
-    passed = passing(wanted["targets"])
+    passed, *more = [passing(wanted["targets"]) for _ in range(wanted.get("runs", 1))]
     if wanted["tests"] is None:
-        print("\nPASSED", json.dumps(sorted(passed)))
+        print("\nPASSED", json.dumps([sorted(run) for run in (passed, *more)]))
         wanted["tests"] = sorted(passed) or ["any"]
     n = len(passed.intersection(wanted["tests"]))
     write_reward({"reward": n / len(wanted["tests"]), "passed": n, "tests": len(wanted["tests"])})

@@ -11,7 +11,7 @@ import unittest.mock  # noqa: F401 (before anything of the agent's)
 import pytest
 
 
-def reporter(token, out, skip):
+def reporter(token, out, skip, keep):
     write, dumps, outcomes = os.write, json.dumps, []
 
     def say(word, test=""):
@@ -19,7 +19,7 @@ def reporter(token, out, skip):
 
     class Reporter:
         def pytest_collection_modifyitems(self, items):
-            items[:] = [item for item in items if item.nodeid not in skip]
+            items[:] = [item for item in items if item.nodeid not in skip and (not keep or item.nodeid in keep or item.nodeid.startswith("canary/"))]
 
         def pytest_runtest_logstart(self, nodeid):
             outcomes.clear()
@@ -40,7 +40,7 @@ def reporter(token, out, skip):
 
 def main():
     order = json.loads(sys.argv.pop())
-    plugin = reporter(sys.stdin.read(), order["out"], frozenset(order["skip"]))
+    plugin = reporter(sys.stdin.read(), order["out"], frozenset(order["skip"]), frozenset(order["keep"]))
     os.set_inheritable(order["out"], False)
     tests = os.path.dirname(sys.path[0])  # noqa: PTH120 (pathlib could be anyone's by now, os cannot)
     sys.path += [order["work"], os.path.join(order["work"], "src")]  # noqa: PTH118
