@@ -93,7 +93,9 @@ def test_killed_with_16_containers_and_16_bubblewraps_it_leaves_nothing(run: Run
 
     run.until(lambda: running() == (32, 32), f"16 keepers, 16 agents and as many bubblewraps, but there are {running()}")
     for name in ("boxes", "wraps"):
-        run.processes.pop(name).kill()
+        killed = run.processes.pop(name)
+        killed.kill()
+        killed.wait(30)
     eventually(lambda: left(engine) == [], "containers or volumes are left, and nobody was started")
     for name in ("buffer", "train", "rollout"):
         run.processes[name].send_signal(signal.SIGKILL)

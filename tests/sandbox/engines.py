@@ -1,8 +1,8 @@
 """Run a command with container engines of its own: python tests/sandbox/engines.py [docker|podman] COMMAND…
 
-Starts a Docker daemon and Podman's service, whichever is installed (and asked for), in a temporary directory, without bridges and firewall rules; gives both a small
-image; tells the command of them by GYRE_DOCKER, GYRE_PODMAN (addresses), DOCKER_HOST (the first of these) and GYRE_IMAGE; stops them. Fails
-if it leaves a mount, a control group or a process. The image is kept in ~/.cache/gyre.
+Starts a Docker daemon and Podman's service, whichever is installed (and asked for), in a temporary directory, without bridges and firewall rules;
+gives both a small image; tells the command of them by GYRE_DOCKER, GYRE_PODMAN (addresses), DOCKER_HOST (the first) and GYRE_IMAGE; stops them.
+Fails if it leaves a mount, a control group or a process. The image is kept in ~/.cache/gyre.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from pathlib import Path
 import docker
 import small_image
 
-IMAGE = "gyre-tests:base"
+IMAGE = "gyre-tests:latest"  # Podman imports under no other tag
 START_S = 60.0
+PATIENCE_S = 15.0  # Podman cleans up after a container in a process of its own
 CHANGES = ["ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]
 
 
@@ -115,12 +116,16 @@ def clean(base: Path, before: tuple[set[str], set[Path]]) -> list[str]:
             left.append(f"mount {place}")
         if place.startswith(str(base)):
             subprocess.run(["umount", "-l", place], check=False)
+    until = time.monotonic() + PATIENCE_S
+    while processes(str(base)) and time.monotonic() < until:
+        time.sleep(0.1)
     for pid in processes(str(base)):
-        left.append(f"process {pid}")
+        left.append(f"process {pid}: {Path(f'/proc/{pid}/cmdline').read_bytes()[:300]!r}")
         os.kill(pid, signal.SIGKILL)
     for group in sorted(groups() - before[1], reverse=True):
         try:
-            group.rmdir()
+            for folder, _, _ in os.walk(group, topdown=False):
+                Path(folder).rmdir()
         except OSError:
             left.append(f"control group {group}")
     shutil.rmtree(base, ignore_errors=True)

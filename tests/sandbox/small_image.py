@@ -17,7 +17,9 @@ from typing import Final
 from gyre.sandbox.backends import interpreter
 
 WANTED: Final = {"python3", "procps"}
-LEFT_OUT: Final = re.compile(r"/usr/share/(doc|man|locale|info|lintian|zoneinfo|perl|bash-completion)/|/(var|boot|home|root|run|tmp)/|.*/__pycache__/")
+LEFT_OUT: Final = re.compile(
+    r"/usr/share/(doc|man|locale|info|lintian|zoneinfo|perl|bash-completion)/|/(var|boot|home|root|run|tmp)/|.*/__pycache__/"
+)
 PASSWD: Final = "root:x:0:0:root:/root:/bin/sh\nsandbox:x:1000:1000::/tmp:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/false\n"
 GROUP: Final = "root:x:0:\nsandbox:x:1000:\nnogroup:x:65534:\n"
 
@@ -47,7 +49,7 @@ def files() -> set[str]:
     listed = subprocess.run(["dpkg-query", "-L", *packages()], check=True, capture_output=True, text=True).stdout.splitlines()
     found = {f"{os.path.realpath(folder)}/{name}" for folder, _, name in (p.rpartition("/") for p in listed if p.startswith("/")) if name}
     alternatives = {str(p) for p in Path("/etc/alternatives").glob("*")}
-    return {p for p in found | alternatives if not LEFT_OUT.match(p) and (os.path.islink(p) or os.path.isfile(p))}
+    return {p for p in found | alternatives if not LEFT_OUT.match(p) and (Path(p).is_symlink() or Path(p).is_file())}
 
 
 def write(target: Path) -> None:
