@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import docker
@@ -48,15 +49,13 @@ def groups() -> set[Path]:
     }
 
 
-def processes(word: str) -> list[int]:
-    found = []
+def processes(word: str) -> dict[int, bytes]:
+    """Command lines that have the word, by pid."""
+    found = {}
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if word.encode() in (entry / "cmdline").read_bytes() and int(entry.name) != os.getpid():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
+        with suppress(OSError):
+            found[int(entry.name)] = (entry / "cmdline").read_bytes()
+    return {pid: words for pid, words in found.items() if word.encode() in words and pid != os.getpid()}
 
 
 class Engine:
@@ -117,11 +116,13 @@ def clean(base: Path, before: tuple[set[str], set[Path]]) -> list[str]:
         if place.startswith(str(base)):
             subprocess.run(["umount", "-l", place], check=False)
     until = time.monotonic() + PATIENCE_S
-    while processes(str(base)) and time.monotonic() < until:
+    while any(b"conmon" not in words for words in processes(str(base)).values()) and time.monotonic() < until:
         time.sleep(0.1)
-    for pid in processes(str(base)):
-        left.append(f"process {pid}: {Path(f'/proc/{pid}/cmdline').read_bytes()[:300]!r}")
-        os.kill(pid, signal.SIGKILL)
+    for pid, words in processes(str(base)).items():
+        if b"conmon" not in words:  # Podman leaves one for five minutes after an exec
+            left.append(f"process {pid}: {words[:300]!r}")
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     for group in sorted(groups() - before[1], reverse=True):
         try:
             for folder, _, _ in os.walk(group, topdown=False):

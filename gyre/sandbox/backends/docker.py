@@ -115,7 +115,6 @@ class Docker:
             file.write_text(profile)
             profile, tmp = str(file), "mode=1777,exec"
             self.notes.append("Podman does not bound the number of files in /tmp: only their size, and the memory limit, do")
-            self.notes.append("Podman does not say that the memory limit killed a process: it is a death by signal 9 like any other")
         security = ["no-new-privileges:true", f"seccomp={profile}"]
         self._recipe = Recipe(labels=reaper.labels(self._home.name, self._run), security=security, runtime=self._table.runtime, tmp=tmp)
 
