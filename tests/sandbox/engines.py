@@ -1,8 +1,8 @@
 """Run a command with container engines of its own: python tests/sandbox/engines.py [docker|podman] COMMAND…
 
-Starts a Docker daemon and Podman's service, whichever is installed (and asked for), in a temporary directory, without bridges and firewall rules; gives both a small
-image; tells the command of them by GYRE_DOCKER, GYRE_PODMAN (addresses), DOCKER_HOST (the first of these) and GYRE_IMAGE; stops them. Fails
-if it leaves a mount, a control group or a process. The image is kept in ~/.cache/gyre.
+Starts a Docker daemon and Podman's service, whichever is installed (and asked for), in a temporary directory, without bridges and firewall rules;
+gives both a small image; tells the command of them by GYRE_DOCKER, GYRE_PODMAN (addresses), DOCKER_HOST (the first) and GYRE_IMAGE; stops them.
+Fails if it leaves a mount, a control group or a process. The image is kept in ~/.cache/gyre.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import docker
 import small_image
 
-IMAGE = "gyre-tests:base"
+IMAGE = "gyre-tests:latest"  # Podman imports under no other tag
 START_S = 60.0
+PATIENCE_S = 15.0  # Podman cleans up after a container in a process of its own
 CHANGES = ["ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]
 
 
@@ -47,15 +49,13 @@ def groups() -> set[Path]:
     }
 
 
-def processes(word: str) -> list[int]:
-    found = []
+def processes(word: str) -> dict[int, bytes]:
+    """Command lines that have the word, by pid."""
+    found = {}
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if word.encode() in (entry / "cmdline").read_bytes() and int(entry.name) != os.getpid():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
+        with suppress(OSError):
+            found[int(entry.name)] = (entry / "cmdline").read_bytes()
+    return {pid: words for pid, words in found.items() if word.encode() in words and pid != os.getpid()}
 
 
 class Engine:
@@ -115,12 +115,18 @@ def clean(base: Path, before: tuple[set[str], set[Path]]) -> list[str]:
             left.append(f"mount {place}")
         if place.startswith(str(base)):
             subprocess.run(["umount", "-l", place], check=False)
-    for pid in processes(str(base)):
-        left.append(f"process {pid}")
-        os.kill(pid, signal.SIGKILL)
+    until = time.monotonic() + PATIENCE_S
+    while any(b"conmon" not in words for words in processes(str(base)).values()) and time.monotonic() < until:
+        time.sleep(0.1)
+    for pid, words in processes(str(base)).items():
+        if b"conmon" not in words:  # Podman leaves one for five minutes after an exec
+            left.append(f"process {pid}: {words[:300]!r}")
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     for group in sorted(groups() - before[1], reverse=True):
         try:
-            group.rmdir()
+            for folder, _, _ in os.walk(group, topdown=False):
+                Path(folder).rmdir()
         except OSError:
             left.append(f"control group {group}")
     shutil.rmtree(base, ignore_errors=True)

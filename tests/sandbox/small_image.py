@@ -49,7 +49,7 @@ def files() -> set[str]:
     listed = subprocess.run(["dpkg-query", "-L", *packages()], check=True, capture_output=True, text=True).stdout.splitlines()
     found = {f"{os.path.realpath(folder)}/{name}" for folder, _, name in (p.rpartition("/") for p in listed if p.startswith("/")) if name}
     alternatives = {str(p) for p in Path("/etc/alternatives").glob("*")}
-    return {p for p in found | alternatives if not LEFT_OUT.match(p) and (os.path.islink(p) or os.path.isfile(p))}
+    return {p for p in found | alternatives if not LEFT_OUT.match(p) and (Path(p).is_symlink() or Path(p).is_file())}
 
 
 def write(target: Path) -> None:

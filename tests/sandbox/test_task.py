@@ -31,7 +31,7 @@ def test_a_task_as_loaded(make_task):
     assert (task.name, task.instruction, task.workdir) == ("org/thing", "Write yes to the file `answer`.", "/app")
     assert (task.agent_timeout_s, task.verifier_timeout_s, task.verifier_env) == (30, 20.5, {"LEVEL": "2"})
     assert task.workspace == task.path / "environment" / "workspace"
-    assert task.limits(Limits(memory_mb=1024, workspace_mb=256)) == Limits(memory_mb=512, workspace_mb=256)
+    assert task.limits(Limits(memory_mb=1024, workspace_mb=256)) == Limits(memory_mb=512, workspace_mb=256, cpus=1)
     assert (tighter_s(60, task.agent_timeout_s), tighter_s(5, task.agent_timeout_s), tighter_s(60, None)) == (30, 5, 60)
 
 

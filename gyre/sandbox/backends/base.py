@@ -106,7 +106,7 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True):
 
     status: int
     timed_out: bool
-    oom: bool  # the memory limit killed a process
+    oom: bool  # the memory limit killed a process; container engines do not always say so, then it is a death by signal 9 like any other
     output: bytes  # standard output and error, the middle left out beyond the cap
     output_bytes: int  # before the cap
     seconds: float

@@ -36,44 +36,17 @@ from docker.errors import DockerException, NotFound
 from gyre.config import Sandbox
 from gyre.errors import DeadlineExceeded, UsageError
 from gyre.sandbox.backends import lifeline, reaper, seccomp
-from gyre.sandbox.backends.base import LOGS, MAX_COLLECT_BYTES, PLACES, Exit, Image, InfraSetupFailed, SandboxLost, Spec, TaskSetupFailed, Workspace
-from gyre.sandbox.backends.images import Found, Images
+from gyre.sandbox.backends.base import LOGS, MAX_COLLECT_BYTES, Exit, Image, InfraSetupFailed, SandboxLost, Spec, TaskSetupFailed, Workspace
+from gyre.sandbox.backends.container import KEPT_LOGS, LOGS_MB, READY, REFRESH, Recipe, Space, bound, volume, volume_options
+from gyre.sandbox.backends.images import Images
 from gyre.sandbox.backends.output import THROTTLE_S, Capped, Frames
 from gyre.sandbox.backends.tree import TreeError, check_tree, open_copy, others_can_read
 
-UID: Final = 1000
 THREADS: Final = 16
 GRACE_S: Final = 15.0
 CHUNK: Final = 1 << 18
-LOGS_MB: Final = 16
-KEEPER_MB: Final = 64  # of memory, beside its volumes
 MAX_WORD: Final = 1 << 17  # Linux takes no longer argument
-KEPT, KEPT_LOGS, SOURCE = "/gyre/work", "/gyre/logs", "/gyre/source"
-READY: Final = b"ready\n"
-KEEP: Final = f"""set -e
-if [ -d "$1" ]; then cp -a "$1/." {KEPT}/; fi
-if [ -d {SOURCE} ]; then cp -a {SOURCE}/. {KEPT}/; fi
-chown -Rh {UID}:{UID} {KEPT}
-chmod 755 {KEPT}
-echo ready
-exec sleep 2147483647
-"""
-REFRESH: Final = f"chmod 755 {KEPT} {KEPT_LOGS} && rm -rf {KEPT_LOGS}/* {KEPT_LOGS}/.[!.]* {KEPT_LOGS}/..?*"
 _T = TypeVar("_T")
-
-
-class _Space:
-    """A workspace: its keeper, which its volumes are named after, and the sandbox that uses it."""
-
-    def __init__(self, name: str, image: Found, place: str) -> None:
-        self.name, self.image, self.place = name, image, place
-        self.used = False
-        self.busy = False
-        self.removals: set[asyncio.Future[None]] = set()
-
-    @property
-    def volumes(self) -> tuple[str, str]:
-        return f"{self.name}.work", f"{self.name}.logs"
 
 
 class Docker:
@@ -85,7 +58,7 @@ class Docker:
         self.notes: list[str] = []
         self._table, self._run, self._unsafe = table, run, unsafe
         self._numbers = itertools.count()
-        self._spaces: dict[str, _Space] = {}
+        self._spaces: dict[str, Space] = {}
         self._next_start = 0.0
         self._client: Any = None
         self._threads: ThreadPoolExecutor | None = None
@@ -105,9 +78,8 @@ class Docker:
         self._images = Images(self._client, self._table.image)
         self._home = lifeline.make_home()
         self._threads = ThreadPoolExecutor(THREADS, "docker")
-        self._labels = reaper.labels(self._home.name, self._run)
         self._check(info)
-        self._security = ["no-new-privileges:true", f"seccomp={self._seccomp(version)}"]
+        self._adapt(version)
         await self._call(reaper.reap, self._api)
         self._watch = reaper.watch(self._home.name)
 
@@ -135,19 +107,22 @@ class Docker:
             raise UsageError("--backend docker", what, f"{remedy} (or accept it with --unsafe)")
         self.notes.append(what)
 
-    def _seccomp(self, version: Mapping[str, Any]) -> str:
-        """The filter, as this kind of daemon wants it."""
-        if not any("podman" in part["Name"].lower() for part in version.get("Components") or []):
-            return seccomp.profile()
-        file = self._home / "seccomp.json"
-        file.write_text(seccomp.profile())
-        return str(file)
+    def _adapt(self, version: Mapping[str, Any]) -> None:
+        """The filter, and the options of /tmp, as this kind of daemon wants them."""
+        profile, tmp = seccomp.profile(), "nr_inodes=16384,mode=1777,exec"
+        if any("podman" in part["Name"].lower() for part in version.get("Components") or []):
+            file = self._home / "seccomp.json"
+            file.write_text(profile)
+            profile, tmp = str(file), "mode=1777,exec"
+            self.notes.append("Podman does not bound the number of files in /tmp: only their size, and the memory limit, do")
+        security = ["no-new-privileges:true", f"seccomp={profile}"]
+        self._recipe = Recipe(labels=reaper.labels(self._home.name, self._run), security=security, runtime=self._table.runtime, tmp=tmp)
 
     # --- the protocol -----------------------------------------------------------------------------------------------------------------
 
     async def workspace(self, source: str | None, size_mb: int, *, place: str = "", image: Image | None = None, timeout_s: float = 60.0) -> Workspace:
         found = await self._images.get(image or Image())
-        space = _Space(self._new_name(), found, place or found.place)
+        space = Space(self._new_name(), found, place or found.place)
         workspace = Workspace(key=space.name, place=space.place, path=space.name, slot=0)
         self._spaces[space.name] = space
         try:
@@ -187,7 +162,7 @@ class Docker:
                 mounts = await self._call(self._mounts, spec, space, self._home / name)
                 fresh = asyncio.ensure_future(self._refresh(space))
                 try:
-                    await self._call(self._create, name, self._sandbox(space, spec, mounts))
+                    await self._call(self._create, name, self._recipe.sandbox(space, spec, mounts))
                 finally:
                     await fresh
                 await self._start(name, sockets)
@@ -226,7 +201,7 @@ class Docker:
 
     # --- containers -------------------------------------------------------------------------------------------------------------------
 
-    async def _make(self, space: _Space, source: str | None, size_mb: int) -> None:
+    async def _make(self, space: Space, source: str | None, size_mb: int) -> None:
         """Volumes, and the keeper that fills them."""
         sockets: list[socket.socket] = []
         try:
@@ -247,7 +222,7 @@ class Docker:
                 raise TaskSetupFailed(f"the task's files do not fit into a workspace of {size_mb} MB")
             raise InfraSetupFailed(text or "the container that keeps a workspace ended at once")
 
-    def _create_keeper(self, space: _Space, source: str | None, size_mb: int) -> None:
+    def _create_keeper(self, space: Space, source: str | None, size_mb: int) -> None:
         if source is not None:
             source = os.path.realpath(source)
             try:
@@ -255,62 +230,17 @@ class Docker:
             except TreeError as e:
                 raise TaskSetupFailed(str(e)) from None
         for name, mb in zip(space.volumes, (size_mb, LOGS_MB), strict=True):
-            options = f"size={mb}m,nr_inodes={max(16384, mb * 512)},uid={UID},gid={UID},mode=755,nosuid,nodev"
-            self._api.create_volume(name, "local", {"type": "tmpfs", "device": "tmpfs", "o": options}, self._labels)
-        mounts = [_volume(name, place) for name, place in zip(space.volumes, (KEPT, KEPT_LOGS), strict=True)]
-        mounts += [_bind(source, SOURCE)] if source is not None else []
-        host = {
-            "Mounts": mounts,
-            "CapAdd": ["CHOWN", "DAC_OVERRIDE", "FOWNER"],
-            "SecurityOpt": self._security,
-            "Memory": size_mb + LOGS_MB + KEEPER_MB << 20,
-            "PidsLimit": 16,
-        }
-        self._create(space.name, self._config(space.image, ["sh", "-c", KEEP, "sh", space.place], "0:0", host))
+            self._api.create_volume(name, "local", volume_options(mb), self._recipe.labels)
+        self._create(space.name, self._recipe.keeper(space, source, size_mb))
 
-    def _sandbox(self, space: _Space, spec: Spec, mounts: list[dict[str, Any]]) -> dict[str, Any]:
-        """The container of one command."""
-        limits = spec.limits
-        memory = limits.memory_mb + limits.workspace_mb + 2 * limits.tmp_mb << 20  # files on tmpfs count as memory of the group
-        places = {"/tmp", *space.image.volumes} - {space.place, *(m["Target"] for m in mounts)}
-        host = {
-            "Mounts": mounts,
-            "Tmpfs": dict.fromkeys(places, f"size={limits.tmp_mb}m,nr_inodes=16384,mode=1777,exec"),
-            "ShmSize": limits.tmp_mb << 20,
-            "SecurityOpt": self._security,
-            "Memory": memory,
-            "MemorySwap": memory,
-            "PidsLimit": limits.pids + 1,  # the init process
-            "NanoCpus": int(limits.cpus * 1e9),
-            "OomScoreAdj": 500,
-            "Ulimits": [{"Name": "core", "Soft": 0, "Hard": 0}],
-            "Init": True,
-        }
-        env = {"HOME": "/tmp", "TMPDIR": "/tmp", "USER": "agent", "LANG": "C.UTF-8", "GYRE_WORK": space.place}
-        env |= {PLACES[target]: target for m in mounts if (target := m["Target"]) in PLACES}
-        argv = ["sh", "-c", 'exec "$@" 2>&1', "sh", *spec.argv]  # else the order of output and errors is lost
-        config = self._config(space.image, argv, f"{UID}:{UID}", host)
-        return config | {"Env": [f"{k}={v}" for k, v in (env | dict(spec.env)).items()], "WorkingDir": space.place, "Hostname": "sandbox"}
-
-    def _config(self, image: Found, argv: list[str], user: str, host: dict[str, Any]) -> dict[str, Any]:
-        """What keeper and sandbox have in common."""
-        common = {"NetworkMode": "none", "ReadonlyRootfs": True, "CapDrop": ["ALL"], "LogConfig": {"Type": "none"}, "IpcMode": "private"}
-        runtime = {"Runtime": self._table.runtime} if self._table.runtime else {}
-        return {
-            "Image": image.id,
-            "Entrypoint": argv,
-            "User": user,
-            "Labels": self._labels,
-            "Healthcheck": {"Test": ["NONE"]},
-            "HostConfig": common | runtime | host,
-        }
-
-    def _mounts(self, spec: Spec, space: _Space, copies: Path) -> list[dict[str, Any]]:
+    def _mounts(self, spec: Spec, space: Space, copies: Path) -> list[dict[str, Any]]:
         """Of a sandbox. What its uid could not read is copied first."""
-        mounts = [_volume(space.volumes[0], space.place)]
-        mounts += [_volume(space.volumes[1], LOGS)] if spec.collect else []
+        mounts = [volume(space.volumes[0], space.place)]
+        mounts += [volume(space.volumes[1], LOGS)] if spec.collect else []
         for n, bind in enumerate(spec.binds):
             source = os.path.realpath(bind.source)
+            if not Path(source).exists():  # Podman would make it
+                raise InfraSetupFailed(f"{source} is to be mounted, and does not exist")
             if bind.readonly and not others_can_read(source):
                 copies.mkdir(exist_ok=True)
                 try:
@@ -318,7 +248,7 @@ class Docker:
                 except TreeError as e:
                     raise (TaskSetupFailed if e.task_at_fault else InfraSetupFailed)(str(e)) from None
                 source = str(copies / str(n))
-            mounts.append(_bind(source, bind.target, readonly=bind.readonly))
+            mounts.append(bound(source, bind.target, readonly=bind.readonly))
         return mounts
 
     def _create(self, name: str, config: dict[str, Any]) -> None:
@@ -377,11 +307,13 @@ class Docker:
             raise SandboxLost("somebody removed the sandbox's container")
         return state
 
-    def _collect(self, space: _Space, file: str) -> bytes | None:
+    def _collect(self, space: Space, file: str) -> bytes | None:
         """A small regular file of /logs/verifier, as an archive with one member; never what a link points to."""
         try:
-            chunks, _ = self._api.get_archive(space.name, f"{KEPT_LOGS}/{file}")
+            chunks, found = self._api.get_archive(space.name, f"{KEPT_LOGS}/{file}")
         except NotFound:
+            return None
+        if found["linkTarget"] not in ("", f"{KEPT_LOGS}/{file}"):  # Docker would send the link, Podman what it points to in the keeper
             return None
         data = b""
         for chunk in chunks:
@@ -394,7 +326,7 @@ class Docker:
             content = archive.extractfile(member)
             return content.read() if content else None
 
-    async def _refresh(self, space: _Space) -> None:
+    async def _refresh(self, space: Space) -> None:
         """A used workspace can be entered again, and /logs/verifier is empty."""
         if space.used:
             with _faults(SandboxLost):
@@ -415,9 +347,9 @@ class Docker:
     def _remove(self, name: str, volumes: tuple[str, ...]) -> None:
         with suppress(NotFound):
             self._api.remove_container(name, force=True, v=True)
-        for volume in volumes:
+        for each in volumes:
             with suppress(NotFound):
-                self._api.remove_volume(volume)
+                self._api.remove_volume(each)
 
     def _new_name(self) -> str:
         return f"{self._home.name}.{next(self._numbers)}"
@@ -430,14 +362,6 @@ class Docker:
         except asyncio.CancelledError:
             await asyncio.wait({future})
             raise
-
-
-def _volume(name: str, target: str) -> dict[str, Any]:
-    return {"Type": "volume", "Source": name, "Target": target, "VolumeOptions": {"NoCopy": True}}
-
-
-def _bind(source: str, target: str, *, readonly: bool = True) -> dict[str, Any]:
-    return {"Type": "bind", "Source": source, "Target": target, "ReadOnly": readonly}
 
 
 @contextmanager

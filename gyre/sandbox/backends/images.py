@@ -72,9 +72,12 @@ class Images:
         except ImageNotFound:
             pass
         try:
-            return self._client.images.pull(name, tag=None if ":" in name.rpartition("/")[2] or "@" in name else "latest")
+            events = list(self._client.api.pull(name, stream=True, decode=True))
         except NotFound as e:
             raise TaskSetupFailed(f"no image {name!r}: {e.explanation}") from None
+        if said := [event["error"] for event in events if "error" in event]:
+            raise InfraSetupFailed(f"the image {name!r} cannot be fetched: {said[-1]}")
+        return self._client.images.get(name)
 
     def _built(self, context: Path) -> Any:
         name = f"{REPOSITORY}:{digest(context)[:20]}"
