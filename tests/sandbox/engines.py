@@ -123,12 +123,14 @@ def clean(base: Path, before: tuple[set[str], set[Path]]) -> list[str]:
             left.append(f"process {pid}: {words[:300]!r}")
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    for group in sorted(groups() - before[1], reverse=True):
-        try:
-            for folder, _, _ in os.walk(group, topdown=False):
-                Path(folder).rmdir()
-        except OSError:
-            left.append(f"control group {group}")
+    until = time.monotonic() + PATIENCE_S
+    while (made := groups() - before[1]) and time.monotonic() < until:  # whoever was killed is in them for a moment
+        for group in made:
+            with suppress(OSError):
+                for folder, _, _ in os.walk(group, topdown=False):
+                    Path(folder).rmdir()
+        time.sleep(0.1)
+    left += [f"control group {group}" for group in sorted(made)]
     shutil.rmtree(base, ignore_errors=True)
     return left
 
