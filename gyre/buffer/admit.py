@@ -42,7 +42,7 @@ def on_published(s: State, now: Now, to: Hashable, m: Published) -> None:
         return
     row = PublicationRow(meta.publications, m.version.term, m.version.step, now.wall, list(m.cells), m.seconds)
     measured = _measure(s, row)
-    s.publications.append(row)
+    s.publication = row
     meta.published_term, meta.published_step, meta.published_at = m.version.term, m.version.step, now.wall
     meta.publications += 1
     s.put(row)
@@ -55,12 +55,13 @@ def on_published(s: State, now: Now, to: Hashable, m: Published) -> None:
     s.reply(to, Ack(id="", cause=m.id))
     evaluate(s, now, m.id)
     admit(s, now, m.id, at_publication=True)
+    s.forget()
 
 
 def _measure(s: State, publication: PublicationRow) -> dict[str, dict[str, float | int | None]]:
     """Close the interval since the last publication: its groups' fractions are known now. Staleness offered (of groups ready or taken now, were they
     consumed at this version) and trained (of groups consumed since the last publication)."""
-    last = s.publications[-1] if s.publications else None
+    last = s.publication
     since = last.step if last is not None else 0
     inside = [s.groups[g] for g in s.in_system_ids()]
     consumed = [(step, s.groups[g]) for step in range(since + 1, s.meta.committed + 1) if step in s.steps for g in s.steps[step].groups]
@@ -112,7 +113,6 @@ def admit_one(s: State, now: Now, cause: str, substitute_for: str = "") -> None:
     s.meta.queries_drawn += 1
     task, epoch = s.stream.query(number)
     query = QueryRow(f"q{number:06d}", Purpose.TRAIN, task.path, task.kind, epoch, number)
-    s.queries[query.query_id] = query
     group = GroupRow(f"g{number:06d}", query.query_id, version.term, version.step, s.meta.publications - 1, now.wall, substitute_for=substitute_for)
     if s.system.dispatch == "boundary" and not substitute_for:
         group.fraction, group.version_next = 0.0, version.step  # admitted at the publication itself
@@ -224,7 +224,7 @@ def void_evals(s: State, above_step: int) -> None:
         if ev.step > above_step and not ev.void:
             ev.void = True
             s.put(ev)
-            for row in s.members[ev.eval_id]:
+            for row in s.members.get(ev.eval_id, ()):
                 if row.state in (RolloutState.QUEUED, RolloutState.RUNNING, RolloutState.GRADING):
                     row.detail = "the version it was to evaluate belongs to a lineage that was left"
                     ev.outstanding -= 1

@@ -144,7 +144,7 @@ def _finite(metrics: dict[str, float | None]) -> dict[str, float | None]:
 
 
 def on_checkpoint(s: State, now: Now, to: Hashable, m: CheckpointSaved) -> None:
-    """A checkpoint is complete: no restart will need what was consumed up to it."""
+    """A checkpoint is complete: what was consumed up to it leaves memory."""
     if refused(s, to, m, m.term):
         return
     if m.step > s.meta.committed:
@@ -154,4 +154,5 @@ def on_checkpoint(s: State, now: Now, to: Hashable, m: CheckpointSaved) -> None:
         s.meta.checkpoint_step, s.meta.checkpoint_path = m.step, m.path
         s.put(s.meta)
         s.log("checkpoint", m.id, step=m.step, term=m.term, path=m.path)
+        s.forget()
     s.reply(to, Ack(id="", cause=m.id))

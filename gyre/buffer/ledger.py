@@ -20,10 +20,24 @@ from typing import Any, Final
 
 from gyre.errors import Busy, UsageError
 from gyre.events import EventWriter
+from gyre.types import RolloutState
 from gyre.wire.arrays import Array
 from gyre.wire.messages import RolloutEnded
 from gyre.wire.payload import record
-from gyre.wire.rows import INDICES, OUTBOX, ROWS, Codec, MicroStepRow, RolloutRow, Row
+from gyre.wire.rows import (
+    INDICES,
+    OUTBOX,
+    ROWS,
+    Codec,
+    GroupRow,
+    MetaRow,
+    MicroStepRow,
+    PublicationRow,
+    QueryRow,
+    RolloutRow,
+    Row,
+    StepRow,
+)
 from gyre.wire.segments import SegmentReader, SegmentWriter
 
 _NETWORK: Final = frozenset(
@@ -124,10 +138,31 @@ class Ledger:
                 self._db.execute(f"ALTER TABLE {codec.row.TABLE} ADD COLUMN {definition}")
 
     def rows(self) -> Iterator[Row]:
-        """All rows that a machine is built from; micro-steps of committed steps stay on disk."""
+        """The rows that a machine is built from: those that it would not have forgotten (`State.forget`)."""
+        meta = next(self._codecs[MetaRow].select(self._db), MetaRow())
+        groups = f"SELECT group_id FROM groups WHERE state = 'discarded' OR (state = 'consumed' AND step <= {meta.settled})"
+        evals = "SELECT eval_id FROM evals WHERE void OR completed_at IS NOT NULL"
+        where: dict[type[Row], str] = {
+            QueryRow: "WHERE purpose = 'eval'",
+            GroupRow: f"WHERE group_id NOT IN ({groups})",
+            RolloutRow: f"WHERE group_id NOT IN ({groups} UNION {evals})",
+            StepRow: f"WHERE step >= {meta.settled}",
+            MicroStepRow: "WHERE state != 'committed'",
+            PublicationRow: "WHERE number = (SELECT max(number) FROM publications)",
+        }
         for row, codec in self._codecs.items():
-            where = "WHERE state != 'committed'" if row is MicroStepRow else ""
-            yield from codec.select(self._db, where)
+            yield from codec.select(self._db, where.get(row, ""))
+
+    def rows_from(self, step: int) -> Iterator[Row]:
+        """Committed steps from this one on, and what those behind it consumed."""
+        groups = f"state = 'consumed' AND step > {step}"
+        yield from self._codecs[StepRow].select(self._db, f"WHERE state = 'committed' AND step >= {step}")
+        yield from self._codecs[GroupRow].select(self._db, f"WHERE {groups}")
+        yield from self._codecs[RolloutRow].select(self._db, f"WHERE group_id IN (SELECT group_id FROM groups WHERE {groups})")
+
+    def counts(self) -> dict[RolloutState, int]:
+        """Executions by state, evaluation aside."""
+        return {RolloutState(k): n for k, n in self._db.execute("SELECT state, count(*) FROM rollouts WHERE purpose = 'train' GROUP BY state")}
 
     def store(self, row: RolloutRow, message: RolloutEnded, arrays: Mapping[str, Array]) -> None:
         """Append an execution's payload and write its place into the row. Durable at the next commit."""

@@ -11,7 +11,7 @@ claims), `commit` (the end of a step).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, assert_never
 
 from gyre.buffer import admit, commit, sandboxes, training
@@ -30,6 +30,7 @@ from gyre.wire.messages import (
     Counters,
     GradingStarted,
     LeaseTickets,
+    Message,
     Note,
     Published,
     RenewClaims,
@@ -44,8 +45,10 @@ from gyre.wire.rows import Row
 class Machine:
     """See the module. Raises `UsageError` for a configuration that cannot work."""
 
-    def __init__(self, config: Config, tasks: TaskSet, rows: Iterable[Row], now: Now, run_id: str = "") -> None:
-        self.state = State(config, tasks, rows, now, run_id)
+    def __init__(
+        self, config: Config, tasks: TaskSet, rows: Iterable[Row], now: Now, run_id: str = "", counts: Mapping[RolloutState, int] | None = None
+    ) -> None:
+        self.state = State(config, tasks, rows, now, run_id, counts)
         self._stall_logged_at = now.mono
 
     def start(self, now: Now) -> list[Effect]:
@@ -74,6 +77,14 @@ class Machine:
                 return self._after(now, "")
             case _:
                 assert_never(e)
+
+    def missing(self, message: Message) -> int | None:
+        """The step from which on the ledger's rows must come back (`recall`) before this message is handled; None: nothing is missing."""
+        return message.step if isinstance(message, AcquireTerm) and message.step < self.state.meta.settled else None
+
+    def recall(self, rows: Iterable[Row]) -> None:
+        """Take rows back into memory."""
+        self.state.recall(rows)
 
     def _receive(self, now: Now, e: Received) -> None:
         s, to = self.state, e.to

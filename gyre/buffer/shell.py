@@ -215,6 +215,8 @@ class Shell:
             self._sandboxes.setdefault(peer.identity, Lessee(now.mono))
         if peer.identity in self._sandboxes:
             self._sandboxes[peer.identity].heard_at = now.mono
+        if (step := self._machine.missing(message)) is not None:
+            self._machine.recall([*batch.puts.values(), *self._ledger.rows_from(step)])
         received = Received(peer, message, f"{peer.name}/{peer.incarnation}", versions)
         self._apply(batch, self._machine.handle(now, received), (message, arrays), now)
 
@@ -286,10 +288,10 @@ async def run(setup: Setup, worker: Worker, resume: bool = False) -> None:
     Machine(config, tasks, (), now)  # complain about the configuration before anything is created
     ledger = Ledger(setup.run_dir)
     try:
-        rows = list(ledger.rows())
-        if not resume and any(isinstance(r, RolloutRow) for r in rows):
+        rows, counts = list(ledger.rows()), ledger.counts()
+        if not resume and counts:
             raise UsageError(str(setup.run_dir), "holds a run already", "continue it with --resume, or give another --run")
-        machine = Machine(config, tasks, rows, now, setup.run_id)
+        machine = Machine(config, tasks, rows, now, setup.run_id, counts)
         del rows
         name = setup.name or "buffer"
         server = Server.bind(

@@ -2,6 +2,9 @@
 
 Invariants
 - A rollout's state changes only in `move`, a group's only in `move_group`: so `counts`, `open`, `ready` and `taken` never drift from the rows.
+- In memory are the rows that something can still happen to. Groups that are out of the run, or that a settled step consumed (it is in a checkpoint,
+  its staleness was told), leave it with their rollouts (`forget`). They stay in the ledger and in `counts`, and come back (`recall`) before a core
+  that starts from an older checkpoint is heard.
 - Every changed row is put (`put`), so that a restart from the ledger finds what this memory holds, except leases and polls: leases are armed
   anew at a restart, polls are asked again by their clients.
 - No I/O, no clock, no randomness.
@@ -12,7 +15,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -55,9 +58,11 @@ class Poll(msgspec.Struct):
 
 
 class State:
-    """Rows, indices, and what is in flight. Built from the rows of the ledger, or from none."""
+    """Rows, indices, and what is in flight. Built from the rows of the ledger, or from none; `counts` are of all executions in it, if some are left out."""
 
-    def __init__(self, config: Config, tasks: TaskSet, rows: Iterable[Row], now: Now, run_id: str = "") -> None:
+    def __init__(
+        self, config: Config, tasks: TaskSet, rows: Iterable[Row], now: Now, run_id: str = "", counts: Mapping[RolloutState, int] | None = None
+    ) -> None:
         self.config = config
         self.system = config.system
         self.tasks = tasks
@@ -72,14 +77,14 @@ class State:
             )
         self.quota = admission.quota(s.dispatch, s.target_staleness, s.groups_per_step, s.steps_per_burst)
         self.meta = MetaRow(run_id=run_id, seed=config.run.seed)
-        self.queries: dict[str, QueryRow] = {}
+        self.queries: dict[str, QueryRow] = {}  # held-out ones
         self.groups: dict[str, GroupRow] = {}
         self.rollouts: dict[str, RolloutRow] = {}
         self.members: dict[str, list[RolloutRow]] = {}
         self.evals: dict[str, EvalRow] = {}
         self.steps: dict[int, StepRow] = {}  # of the surviving lineage
         self.micro_steps: dict[str, MicroStepRow] = {}  # of the open step
-        self.publications: list[PublicationRow] = []
+        self.publication: PublicationRow | None = None  # the last
         # indices
         self.counts = dict.fromkeys(RolloutState, 0)
         self.admitted = 0  # executions, evaluation aside: the counts add up to it
@@ -105,6 +110,9 @@ class State:
         self.revision = 0  # grows with every change that counters show
         self.effects: list[Effect] = []
         self._load(rows, now)
+        if counts is not None:
+            self.counts |= counts
+            self.admitted = sum(self.counts.values())
         self.meta.total_steps = self._total_steps()
 
     # --- from the ledger ---
@@ -130,7 +138,7 @@ class State:
                 case MicroStepRow() if row.state is not MicroStepState.COMMITTED:
                     self.micro_steps[row.micro_step_id] = row
                 case PublicationRow():
-                    self.publications.append(row)
+                    self.publication = max(self.publication or row, row, key=lambda p: p.number)
                 case _:
                     pass
         self._index(now)
@@ -229,8 +237,8 @@ class State:
     def pop_ticket(self) -> RolloutRow | None:
         """The next queued rollout: evaluation first, then in the order of admission; one issued again keeps its place."""
         while self.tickets:
-            row = self.rollouts[heapq.heappop(self.tickets)[2]]
-            if row.state is RolloutState.QUEUED:
+            row = self.rollouts.get(heapq.heappop(self.tickets)[2])
+            if row is not None and row.state is RolloutState.QUEUED:
                 return row
         return None
 
@@ -266,6 +274,36 @@ class State:
             if row.state is not RolloutState.DISCARDED:
                 self.move(row, RolloutState(state.value))
         self.put(group)
+
+    def forget(self) -> None:
+        """Let go of the rows that nothing can happen to any more, unless checkpoints are lost."""
+        settled = self.meta.settled
+        gone = [
+            g.group_id
+            for g in self.groups.values()
+            if g.state is GroupState.DISCARDED or (g.state is GroupState.CONSUMED and g.step is not None and g.step <= settled)
+        ]
+        gone += [e.eval_id for e in self.evals.values() if e.void or e.completed_at is not None]
+        for group_id in gone:
+            self.groups.pop(group_id, None)
+            for row in self.members.pop(group_id, ()):
+                del self.rollouts[row.rollout_id]
+        for step in [n for n in self.steps if n < settled]:
+            del self.steps[step]
+
+    def recall(self, rows: Iterable[Row]) -> None:
+        """Take back what was forgotten of these rows."""
+        for row in rows:
+            match row:
+                case GroupRow():
+                    self.groups.setdefault(row.group_id, row)
+                case StepRow() if row.state is StepState.COMMITTED:
+                    self.steps.setdefault(row.step, row)
+                case RolloutRow() if row.rollout_id not in self.rollouts:
+                    self.rollouts[row.rollout_id] = row
+                    self.members.setdefault(row.group_id, []).append(row)
+                case _:
+                    pass
 
     # --- questions ---
 

@@ -6,8 +6,8 @@ Invariants
 - An assistant's turn in the prompt that no call of this trajectory sampled is `is_copied_context`.
 - What ATIF has no field for is in `extra`: everything of a "gyre.trajectory/1" record but its arrays, and of a step whether it bears loss.
 
-One document per trajectory; those of one execution share `session_id`. `prompt_token_ids` is left out: with it a document grows with the square of
-its turns, and the ids are those of the steps before.
+One document per trajectory; those of one execution share `session_id`, and its sub-agents are inside its first. Prompts are there as ids while those of
+a document have a million tokens at most, for they grow with the square of its turns; beyond, the ids are those of the steps before.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _OBSERVED: Final = re.compile(r"\s*<tool_response>\n?(.*?)\n?</tool_response>", 
 _ARRAYS: Final = ("token_ids", "loss_mask", "logprobs", "versions", "calls")
 _SOURCES: Final = {"system": "system", "developer": "system", "assistant": "agent"}
 _REDACTED: Final = "[left out]"
+_PROMPTS: Final = 1 << 20  # tokens of all prompts of a document
 Parse = Callable[[str, str], dict[str, Any]]
 """(text of a completion, prefix for ids) to an assistant message in OpenAI's form; arguments of tool calls are JSON objects."""
 
@@ -56,6 +57,15 @@ def document(c: Conversations, parse: Parse, record: Record) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def documents(c: Conversations, parse: Parse, records: list[Record]) -> list[dict[str, Any]]:
+    """One execution's trajectories, those of its sub-agents inside the first of another class."""
+    made = [(document(c, parse, r), (r["leaf_class"] or "").startswith("sub-agent")) for r in records]
+    own, subs = [d for d, is_sub in made if not is_sub], [d for d, is_sub in made if is_sub]
+    if own and subs:
+        own[0]["subagent_trajectories"] = subs
+    return own or subs
+
+
 def _call(c: Conversations, parse: Parse, record: Record, call: Record, number: int, lead: str) -> dict[str, Any]:
     """The agent step of one call. ATIF knows no null among log-probs."""
     start, end = call["start"], call["end"]
@@ -63,6 +73,8 @@ def _call(c: Conversations, parse: Parse, record: Record, call: Record, number: 
     text = c.text(ids, Piece("assistant", 0, len(ids), 0))
     message = parse(lead + text, f"{call['call_id']}.{number}")
     metrics = {"prompt_tokens": start, "completion_tokens": end - start, "completion_token_ids": ids}
+    if sum(x["start"] for x in record["calls"]) <= _PROMPTS:
+        metrics["prompt_token_ids"] = record["token_ids"][:start]
     step = {
         "source": "agent", "message": message.get("content") or "", "llm_call_count": 1,
         "metrics": metrics if None in logprobs else {**metrics, "logprobs": logprobs},

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, Final, Protocol
 import msgspec
 
 from gyre.report import atif
+from gyre.report.conversation import Conversations
 from gyre.report.read import Record, RunReader
 
 _ROWS: Final = 256
@@ -35,6 +36,26 @@ class Lines:
 
     def close(self) -> None:
         pass
+
+
+class Executions:
+    """ATIF: the documents of an execution together, as JSON lines, once all its trajectories are there."""
+
+    def __init__(self, out: BinaryIO, conversations: Conversations, parse: atif.Parse) -> None:
+        self._out, self._conversations, self._parse = out, conversations, parse
+        self._records: list[Record] = []
+
+    def write(self, record: Record) -> None:
+        if self._records and self._records[0]["rollout_id"] != record["rollout_id"]:
+            self.close()
+        self._records.append(record)
+        if len(self._records) == record["n_trajectories"]:
+            self.close()
+
+    def close(self) -> None:
+        for document in atif.documents(self._conversations, self._parse, self._records):
+            self._out.write(msgspec.json.encode(document) + b"\n")
+        self._records = []
 
 
 class Count:
@@ -121,6 +142,5 @@ def of_form(form: str, reader: RunReader, parse: atif.Parse) -> Callable[[Binary
         case "msgpack":
             return partial(Lines, encode=msgspec.msgpack.encode)
         case "atif":
-            document = partial(atif.document, reader.conversations, parse)
-            return partial(Lines, encode=lambda r: msgspec.json.encode(document(r)) + b"\n")
+            return partial(Executions, conversations=reader.conversations, parse=parse)
     return partial(Lines, encode=lambda r: msgspec.json.encode(r) + b"\n")

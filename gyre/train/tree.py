@@ -4,7 +4,7 @@ Invariants
 - A token attends to its own path alone: in the packed row, to j ≤ i < end of j, where `end` closes the subtree below j's segment. Its position is
   its depth in its path. So each path's hidden states are those of the path as a row of its own.
 - What is shared is found by token ids: equal prefixes have equal hidden states, whichever execution they come from.
-- On a GPU attention is FlexAttention under a block mask; elsewhere it goes branch by branch, each over its ancestors and itself. Both skip what the
+- On a GPU attention is FlexAttention under a block mask; elsewhere it goes branch by branch, each over the runs of its path. Both skip what the
   mask forbids, neither holds a mask of T x T.
 
 Not here: models whose layers are not all full attention (sliding windows, recurrent layers). `adopt` tells them apart.
@@ -22,12 +22,12 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from torch.nn.functional import scaled_dot_product_attention
 
 log = logging.getLogger(__name__)
 
 NAME: Final = "gyre_tree"  # of the attention, and of the argument that hands the tree down to it
-_CHUNK: Final = 512  # queries at once on the CPU: what the mask wastes is at most half a chunk of keys each
+_flash: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _BLOCK: Final = 128  # FlexAttention's
 
 
@@ -136,26 +136,48 @@ def attend(
     scale = others.get("scaling")
     if query_BHTD.is_cuda:
         return flex_attention_forward(module, query_BHTD, key_BHTD, value_BHTD, tree.block_mask, scaling=scale)
-    return _by_branch(query_BHTD, key_BHTD, value_BHTD, tree.branches, scale).transpose(1, 2).contiguous(), None
+    return _ByRun.apply(query_BHTD, *(_as_many(x, query_BHTD) for x in (key_BHTD, value_BHTD)), tree.branches, scale).transpose(1, 2), None
 
 
-def _by_branch(query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, branches: Sequence[Branch], scale: float | None) -> Tensor:
-    gqa = query_BHTD.shape[1] != key_BHTD.shape[1]
-    parts = []
-    for start, stop, above in branches:
-        runs = [*above, (start, stop)]
-        key, value = (torch.cat([x[:, :, a:b] for a, b in runs], 2) for x in (key_BHTD, value_BHTD))
-        shared = key.shape[2] - (stop - start)
-        if not shared:
-            parts.append(scaled_dot_product_attention(query_BHTD[:, :, start:stop], key, value, is_causal=True, scale=scale, enable_gqa=gqa))
-            continue
-        for at in range(start, stop, _CHUNK):
-            to = min(at + _CHUNK, stop)
-            seen = shared + to - start
-            mask = torch.ones(to - at, seen, dtype=torch.bool, device=key.device).tril(seen - (to - at))
-            query = query_BHTD[:, :, at:to]
-            parts.append(scaled_dot_product_attention(query, key[:, :, :seen], value[:, :, :seen], mask, scale=scale, enable_gqa=gqa))
-    return torch.cat(parts, 2)
+def _as_many(x_BHTD: Tensor, query_BHTD: Tensor) -> Tensor:
+    """Keys or values, repeated for the heads of queries that share them."""
+    return x_BHTD.repeat_interleave(query_BHTD.shape[1] // x_BHTD.shape[1], 1)
+
+
+class _ByRun(torch.autograd.Function):
+    """Attention over a tree on a CPU, without a mask: the tokens of a branch meet each run of their path apart, and what they find is put together by
+    the runs' shares of Σ exp(score). Backward, each run's part is as if it had been alone with the whole sum: Liu et al. 2023 (ring attention)."""
+
+    @staticmethod
+    def forward(ctx: Any, query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, branches: Sequence[Branch], scale: float | None) -> Tensor:
+        found_BHTD, sums_BHT = torch.empty_like(query_BHTD), query_BHTD.new_empty(query_BHTD.shape[:3], dtype=torch.float32)
+        for start, stop, above in branches:
+            query = query_BHTD[:, :, start:stop]
+            found, sums = _flash(query, key_BHTD[:, :, start:stop], value_BHTD[:, :, start:stop], is_causal=True, scale=scale)
+            for a, b in above:
+                more, its = _flash(query, key_BHTD[:, :, a:b], value_BHTD[:, :, a:b], scale=scale)
+                both = torch.logaddexp(sums, its)
+                found = found * (sums - both).exp()[..., None] + more * (its - both).exp()[..., None]
+                sums = both
+            found_BHTD[:, :, start:stop], sums_BHT[:, :, start:stop] = found, sums
+        ctx.save_for_backward(query_BHTD, key_BHTD, value_BHTD, found_BHTD, sums_BHT)
+        ctx.branches, ctx.scale = branches, scale
+        return found_BHTD
+
+    @staticmethod
+    def backward(ctx: Any, grad_BHTD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, found, sums = ctx.saved_tensors
+        into = [torch.zeros_like(x) for x in (query, key, value)]
+        for start, stop, above in ctx.branches:
+            own = slice(start, stop)
+            for a, b in [*above, (start, stop)]:
+                parts = _flash_backward(
+                    grad_BHTD[:, :, own], query[:, :, own], key[:, :, a:b], value[:, :, a:b], found[:, :, own], sums[:, :, own], 0.0, a == start,
+                    scale=ctx.scale,
+                )  # fmt: skip
+                for whole, place, part in zip(into, (own, slice(a, b), slice(a, b)), parts, strict=True):
+                    whole[:, :, place] += part
+        return *into, None, None
 
 
 # --- models ---

@@ -131,7 +131,7 @@ def fingerprint(message: Message) -> bytes:
     return blake2b(canonical(fields), digest_size=16).digest()
 
 
-def _thought(message: Message) -> bytes:
+def thought(message: Message) -> bytes:
     """Stands for a message's reasoning; empty if it has none."""
     reasoning = message.get("reasoning_content", "").strip()
     return blake2b(reasoning.encode("utf-8", "surrogatepass"), digest_size=16).digest() if reasoning else b""
@@ -150,13 +150,19 @@ def chain(tools: bytes, messages: Sequence[Message], known: Sequence[bytes] = ()
 
 
 class Conversation(NamedTuple):
-    """A request's history: as it came, in canonical form, as it is shown to the template, and the chain of that under the tools `key`."""
+    """A request's history: as it came, in canonical form, as it is matched, as it is shown to the template, and of the form that is matched the chain
+    under the tools `key` and what stands for each message's reasoning."""
 
     given: Sequence[Message]
     normal: list[Message]
     messages: list[Message]
+    guarded: list[Message]
     key: bytes
     links: list[bytes]
+    thoughts: list[bytes]
+
+
+_NONE: Final = Conversation((), [], [], [], b"", [], [])
 
 
 class Memory:
@@ -165,26 +171,35 @@ class Memory:
     def __init__(self, n: int = 3) -> None:
         self._recent: deque[Conversation] = deque(maxlen=n)
 
-    def read(self, given: Sequence[Message], key: bytes, shape: Callable[[list[Message]], list[Message]]) -> Conversation:
-        """Bring a request into form; `shape` makes of canonical messages those that are shown. Raises `UnsupportedContent`."""
-        nearest = max(self._recent, key=lambda c: _same(c.given, given), default=None)
-        n = _same(nearest.given, given) if nearest is not None else 0
-        normal = [*(nearest.normal[:n] if nearest is not None else ()), *(normalise(m) for m in given[n:])]
+    def read(
+        self, given: Sequence[Message], key: bytes, shape: Callable[[list[Message]], list[Message]], guard: Callable[[Message], Message]
+    ) -> Conversation:
+        """Bring a request into form; `shape` makes of canonical messages those that are matched, `guard` of each what the template is shown. Raises
+        `UnsupportedContent`."""
+        near, n = max(((c, _same(c.given, given)) for c in self._recent), key=lambda found: found[1], default=(_NONE, 0))
+        normal = [*near.normal[:n], *(normalise(m) for m in given[n:])]
         messages = shape(normal)
-        known: Sequence[bytes] = ()
-        if nearest is not None and nearest.key == key:
-            pairs = enumerate(zip(messages, nearest.messages, strict=False))
-            known = nearest.links[: 1 + next((i for i, (a, b) in pairs if a is not b), min(len(messages), len(nearest.messages)))]
-        if nearest is not None and n == len(nearest.given):  # it goes on
-            self._recent.remove(nearest)
-        self._recent.append(Conversation(given, normal, messages, key, chain(key, messages, known)))
+        same = next((i for i, (a, b) in enumerate(zip(messages, near.messages, strict=False)) if a is not b), min(len(messages), len(near.messages)))
+        if near is not _NONE and n == len(near.given):  # it goes on
+            self._recent.remove(near)
+        self._recent.append(
+            Conversation(
+                given,
+                normal,
+                messages,
+                [*near.guarded[:same], *(guard(m) for m in messages[same:])],
+                key,
+                chain(key, messages, near.links[: 1 + same] if near.key == key else ()),
+                [*near.thoughts[:same], *(thought(m) for m in messages[same:])],
+            )
+        )
         return self._recent[-1]
 
 
 def _same(a: Sequence[Message], b: Sequence[Message]) -> int:
     """How many messages two requests begin with alike."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y or (_has_objects(x) and canonical(x) != canonical(y)):  # for Python 1 and True are equal
+        if x != y or ("tool_calls" in x and _has_objects(x) and canonical(x) != canonical(y)):  # for Python 1 and True are equal
             return i
     return min(len(a), len(b))
 
@@ -213,22 +228,22 @@ class Matcher:
         """A call is complete: `end` is the last entry of its request's chain, `reply` the message that the harness was given."""
         message = normalise(dict(reply))
         calls = self._by_end.setdefault(_link(end, fingerprint(message)), {})
-        thought = _thought(message)
-        calls.pop(thought, None)
-        calls[thought] = call_id
+        its = thought(message)
+        calls.pop(its, None)
+        calls[its] = call_id
 
-    def find(self, links: Sequence[bytes], messages: Sequence[Message]) -> Match | None:
-        """The longest recorded call that the request of these messages, with this chain, continues."""
-        for n in range(self._unchanged(links, messages), 0, -1):
+    def find(self, links: Sequence[bytes], thoughts: Sequence[bytes]) -> Match | None:
+        """The longest recorded call that the request with this chain and these thoughts (of each message) continues."""
+        for n in range(self._unchanged(links, thoughts), 0, -1):
             calls = self._by_end.get(links[n])
             if calls:
-                thought = _thought(messages[n - 1])
-                return Match(calls[thought] if thought else next(reversed(calls.values())), n)
+                its = thoughts[n - 1]
+                return Match(calls[its] if its else next(reversed(calls.values())), n)
         return None
 
-    def _unchanged(self, links: Sequence[bytes], messages: Sequence[Message]) -> int:
+    def _unchanged(self, links: Sequence[bytes], thoughts: Sequence[bytes]) -> int:
         """The number of messages before the first recorded reply that comes back with other reasoning."""
-        for i, message in enumerate(messages):
-            if "reasoning_content" in message and (calls := self._by_end.get(links[i + 1])) and _thought(message) not in calls:
+        for i, its in enumerate(thoughts):
+            if its and (calls := self._by_end.get(links[i + 1])) and its not in calls:
                 return i
-        return len(messages)
+        return len(thoughts)

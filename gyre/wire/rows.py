@@ -99,6 +99,11 @@ class QueryRow(Row):
     task_epoch: int
     number: int
 
+    @property
+    def settled(self) -> int:
+        """The last step that is in a checkpoint and whose staleness was told: no core goes back behind it unless checkpoints are lost."""
+        return min(self.checkpoint_step or 0, self.published_step or 0)
+
 
 class GroupRow(Row):
     """The N rollouts of one query."""

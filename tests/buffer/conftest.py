@@ -16,7 +16,7 @@ from gyre.buffer.queries import Task, TaskSet
 from gyre.config import Config
 from gyre.types import Ending, LeafClass, RolloutState, Ticket, TrajectoryMeta, Version
 from gyre.wire import messages as w
-from gyre.wire.rows import ROWS, Codec, GroupState, Row
+from gyre.wire.rows import ROWS, Codec, GroupRow, GroupState, RolloutRow, Row, StepRow
 
 
 def config(**keys: Any) -> Config:
@@ -45,11 +45,20 @@ class World:
         self.machine = self._machine()
 
     def _machine(self) -> Machine:
-        rows = [self.codecs[key[0]].decode(list(self.codecs[key[0]].columns), tuple(values)) for key, values in self.rows.items()]
+        rows = self.stored()
         rows = [r for r in rows if not (r.TABLE == "micro_steps" and r.state == "committed")]
         machine = Machine(self.cfg, self.tasks, rows, self.clock(), "run")
         self.apply(machine.start(self.clock()))
         return machine
+
+    def stored(self) -> list[Any]:
+        return [self.codecs[key[0]].decode(list(self.codecs[key[0]].columns), tuple(values)) for key, values in self.rows.items()]
+
+    def since(self, step: int) -> list[Any]:
+        """As `Ledger.rows_from` has them."""
+        rows = self.stored()
+        groups = {r.group_id for r in rows if isinstance(r, GroupRow) and r.state is GroupState.CONSUMED and (r.step or 0) > step}
+        return [r for r in rows if (isinstance(r, StepRow) and r.step >= step) or getattr(r, "group_id", "") in groups]
 
     def restart(self) -> None:
         self.machine = self._machine()
@@ -91,6 +100,8 @@ class World:
         return self._handle(Tick())
 
     def _handle(self, e: Received | Tick) -> list[tuple[Any, w.Message]]:
+        if isinstance(e, Received) and (step := self.machine.missing(e.message)) is not None:
+            self.machine.recall(self.since(step))
         effects = self.machine.handle(self.clock(), e)
         self.apply(effects)
         self.check()
@@ -112,17 +123,19 @@ class World:
         """Independent of the machine's own bookkeeping: recount everything from the rows."""
         s = self.machine.state
         c = self.machine.counters()
-        train = [r for r in s.rollouts.values() if r.purpose == "train"]
+        column = self.codecs[RolloutRow].columns.index
+        train = [v[column("state")] for (kind, *_), v in self.rows.items() if kind is RolloutRow and v[column("purpose")] == "train"]
         assert c.admitted == len(train) == sum(c.states.values())
         for state in RolloutState:
-            assert c.states[state.value] == sum(r.state is state for r in train)
+            assert c.states[state.value] == train.count(state)
         assert len(s.open) == sum(g.state is GroupState.OPEN for g in s.groups.values())
         assert sorted(g for _, g in s.ready) == sorted(g.group_id for g in s.groups.values() if g.state is GroupState.READY)
         assert sorted(s.taken) == sorted(g.group_id for g in s.groups.values() if g.state is GroupState.CLAIMED)
         assert set(s.leases) == {r.rollout_id for r in s.rollouts.values() if r.state in (RolloutState.RUNNING, RolloutState.GRADING)}
-        consumed = [g for step in s.steps.values() if step.state == "committed" for g in step.groups]
+        settled = s.meta.settled  # what was consumed until then may be forgotten
+        consumed = [g for step in s.steps.values() if step.state == "committed" and step.step > settled for g in step.groups]
         assert len(consumed) == len(set(consumed))
-        assert set(consumed) == {g.group_id for g in s.groups.values() if g.state is GroupState.CONSUMED}
+        assert set(consumed) == {g.group_id for g in s.groups.values() if g.state is GroupState.CONSUMED and g.step > settled}
         packed = [(i.rollout_id, i.index) for m in s.micro_steps.values() for i in m.items] + [(i.rollout_id, i.index) for i in s.pending]
         assert len(packed) == len(set(packed))
 

@@ -82,6 +82,7 @@ class Metrics(Strict, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     completion_token_ids: list[int]
+    prompt_token_ids: list[int]
     logprobs: list[float] = []
 
 
@@ -112,19 +113,24 @@ class Document(Strict, kw_only=True):
     agent: Agent
     steps: list[Step]
     final_metrics: FinalMetrics
+    subagent_trajectories: list[Document] = []
 
 
 def test_atif_is_valid_and_says_what_happened(run: Path) -> None:
-    documents = [msgspec.convert(d, Document) for d in lines(run, "--format", "atif")]
+    roots = [msgspec.convert(d, Document) for d in lines(run, "--format", "atif")]
+    documents = sorted([d for root in roots for d in (root, *root.subagent_trajectories)], key=lambda d: d.trajectory_id)
     trajectories = lines(run)
     assert [d.trajectory_id for d in documents] == [t["trajectory_id"] for t in trajectories] and len(documents) == 3
+    assert [[s.steps[-1].message for s in root.subagent_trajectories] for root in roots] == [["Found."], []]
     for d, t in zip(documents, trajectories, strict=True):
         assert [s.step_id for s in d.steps] == list(range(1, len(d.steps) + 1)) and d.final_metrics.total_steps == len(d.steps)
         for s in d.steps:
             known = {c.tool_call_id for c in s.tool_calls}
             assert all(r.source_call_id in known for r in (s.observation.results if s.observation else []))
             assert s.source == "agent" or not (s.tool_calls or s.metrics or s.reasoning_content)
-        sampled = [i for s in d.steps if s.metrics for i in s.metrics.completion_token_ids]
+        asked = [s.metrics for s in d.steps if s.metrics]
+        assert all(t["token_ids"][: m.prompt_tokens + m.completion_tokens] == m.prompt_token_ids + m.completion_token_ids for m in asked)
+        sampled = [i for m in asked for i in m.completion_token_ids]
         assert sampled == [i for i, v in zip(t["token_ids"], t["versions"], strict=True) if v is not None]
     told = next(d for d in documents if any(s.message == "There is a.txt." for s in d.steps))
     assert [s.source for s in told.steps] == ["system", "user", "agent", "agent"]

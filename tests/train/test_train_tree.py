@@ -80,16 +80,18 @@ def test_blocks_of_the_mask_lose_no_pair_and_allow_none() -> None:
                     assert (q, k) in listed[False]
 
 
-def test_flex_attention_and_the_branches_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU runs under the block mask, here without its kernel, and what a CPU runs, few queries at once or many."""
+def test_flex_attention_and_the_runs_agree() -> None:
+    """What a GPU runs under the block mask, here without its kernel, and what a CPU runs; their gradients too."""
     tree = lay_out([torch.tensor(p) for p in branching(random.Random(1), 5, 60)])
-    query, key, value = (torch.randn(1, heads, len(tree.ids_T), 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
+    draw = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(1, 4, len(tree.ids_T), 8, generator=draw, requires_grad=True) for _ in range(3)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is slow without compilation
-        flex = flex_attention(query, key, value, block_mask=tree.block_mask, enable_gqa=True)
-    for chunk in (3, 512):
-        monkeypatch.setattr(trees, "_CHUNK", chunk)
-        torch.testing.assert_close(trees._by_branch(query, key, value, tree.branches, None), flex, rtol=1e-4, atol=1e-5)
+        flex = flex_attention(*leaves, block_mask=tree.block_mask)
+    runs = trees._ByRun.apply(*leaves, tree.branches, None)
+    torch.testing.assert_close(runs, flex, rtol=1e-4, atol=1e-5)
+    grad = torch.randn(flex.shape, generator=draw)
+    torch.testing.assert_close(torch.autograd.grad(runs, leaves, grad), torch.autograd.grad(flex, leaves, grad), rtol=1e-4, atol=1e-5)
 
 
 def executions(micro_step: MakeMicroStep, seed: int, n: int = 3) -> MicroStepData:
@@ -135,9 +137,8 @@ def models() -> dict[str, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
-def test_loss_and_gradient_are_those_of_rows(micro_step: MakeMicroStep, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_and_gradient_are_those_of_rows(micro_step: MakeMicroStep, kind: str) -> None:
     """On random trees; under gspo too, whose trajectories stay what they are."""
-    monkeypatch.setattr(trees, "_CHUNK", 3)
     torch.manual_seed(0)
     model = models()[kind]()
     fewer = 0

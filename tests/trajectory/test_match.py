@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre.trajectory.match import Match, Matcher, Memory, Message, UnsupportedContent, chain, fingerprint, normalise
+from gyre.trajectory.match import Match, Matcher, Memory, Message, UnsupportedContent, chain, fingerprint, normalise, thought
 
 USER = {"role": "user", "content": "hi"}
 
@@ -53,7 +53,7 @@ def test_real_differences_count(other: dict[str, Any]) -> None:
 
 
 def find(matcher: Matcher, *messages: dict[str, Any], tools: bytes = b"") -> Match | None:
-    return matcher.find(links(*messages, tools=tools), [normalise(m) for m in messages])
+    return matcher.find(links(*messages, tools=tools), [thought(normalise(m)) for m in messages])
 
 
 def test_the_longest_complete_call_is_found() -> None:
@@ -122,9 +122,10 @@ def test_what_is_remembered_is_what_would_be_read(requests: list[tuple[list[dict
 
     for messages, tools in requests:
         normal = [normalise(m) for m in messages]
-        conversation = memory.read(json.loads(json.dumps(messages)), tools, shape)
+        conversation = memory.read(json.loads(json.dumps(messages)), tools, shape, dict)
         assert conversation.normal == normal and conversation.messages == shape(normal)
         assert conversation.links == chain(tools, shape(normal))
+        assert conversation.guarded == shape(normal) and conversation.thoughts == [thought(m) for m in shape(normal)]
 
 
 @pytest.mark.parametrize(
@@ -141,5 +142,5 @@ def test_what_text_models_cannot_be_shown(message: Any) -> None:
 def test_a_repeated_request_with_calls_that_are_none_is_read_again(calls: object) -> None:
     """Whatever a client sends beside a user's words is left alone, the second time too."""
     memory, given = Memory(), [{"role": "user", "content": "a", "tool_calls": calls}]
-    first, second = (memory.read([dict(m) for m in given], b"", lambda shown: shown) for _ in range(2))
+    first, second = (memory.read([dict(m) for m in given], b"", lambda shown: shown, dict) for _ in range(2))
     assert first.messages == second.messages and first.links == second.links

@@ -114,31 +114,25 @@ class Renderer:
             out.append(message)
         return out
 
-    def _guarded(self, messages: Sequence[Message]) -> list[Message]:
-        """With control tokens cut, and arguments that the template can write."""
-        out = [self._guard(m) for m in messages]
-        if self._any_arguments:
-            return out
-        return [{**m, "tool_calls": [_with_object(c) for c in m["tool_calls"]]} if "tool_calls" in m else m for m in out]
-
-    def _guard(self, message: Message) -> Message:
-        """`template.guard`, which looks into every value, for the few messages that need it."""
+    def guard(self, message: Message) -> Message:
+        """A message with control tokens cut, and arguments that the template can write; itself if nothing is to be done."""
         has = self.template.has_control
         calls = message.get("tool_calls")
         if has(message["content"]) or has(message.get("reasoning_content", "")) or (calls and has(canonical(calls).decode())):
-            guarded: Message = self.template.guard(message)
-            return guarded
+            message = self.template.guard(message)
+        if calls and not self._any_arguments:
+            message = {**message, "tool_calls": [_with_object(c) for c in message["tool_calls"]]}
         return message
 
     def full(self, messages: Sequence[Message], shown: Shown, context: int) -> Rendered:
         """Render and tokenise all messages. Raises `TemplateRefused`, and `TooLong` if that cannot be `context` tokens."""
-        text = self.template.render(self._guarded(messages), shown.tools, reply_follows=True)
+        text = self.template.render([self.guard(m) for m in messages], shown.tools, reply_follows=True)
         return Rendered(self.template.encode(text, context), self._before(text), False)
 
     def bridge(
-        self, messages: Sequence[Message], shown: Shown, replies: Sequence[Reply], history: array[int], before: Before, context: int, ended: bool
+        self, guarded: Sequence[Message], shown: Shown, replies: Sequence[Reply], history: array[int], before: Before, context: int, ended: bool
     ) -> Rendered | None:
-        """Continue a recorded call: None if the template does not allow it. Raises `TemplateRefused`, `TooLong`.
+        """Continue a recorded call with messages that were guarded: None if the template does not allow it. Raises `TemplateRefused`, `TooLong`.
 
         `replies` are the recorded replies among the messages since the conversation was last rendered in full; the last of them is the reply of the
         call to continue. `history` are that call's prompt and completion ids, `before` is what its prompt was rendered to; `ended`: the policy ended
@@ -146,9 +140,9 @@ class Renderer:
         """
         if self.end_id is None:
             return None
-        stand_ins = self._guarded(messages)
+        stand_ins = list(guarded)
         for reply in replies:
-            stand_ins[reply.place] = self._stand_in(messages[reply.place], reply.reasons)
+            stand_ins[reply.place] = self._stand_in(guarded[reply.place], reply.reasons)
         text = self.template.render(stand_ins, shown.tools, reply_follows=True)
         digest = blake2b(text[: before.length].encode(), digest_size=16)
         if digest.digest() != before.digest:

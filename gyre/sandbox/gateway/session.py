@@ -33,7 +33,7 @@ from gyre.sandbox.gateway.route import Completion, ContextFull, Job, Router
 from gyre.sandbox.gateway.template import TooLong
 from gyre.trajectory.classes import Origin, Rule, classify, told
 from gyre.trajectory.graph import Exported, PrefixGraph
-from gyre.trajectory.match import Match, Matcher, Memory, Message, fingerprint
+from gyre.trajectory.match import Conversation, Match, Matcher, Memory, Message, fingerprint
 from gyre.trajectory.select import LeftOut, left_out, select
 from gyre.types import CallRecord, CallStatus, Ending, LeafClass, Sampling, Ticket, TrajectoryMeta
 
@@ -194,14 +194,18 @@ class Session:
     def _read(self, ask: Ask) -> tuple[int, Shown, list[Message], bytes, Match | None, Rendered]:
         """What a request is: its number, its tools and messages as they are shown, the end of their chain, the call that it continues, its prompt."""
         shown = self._renderer.shown(ask.tools)
-        _, _, messages, _, links = self._memory.read(ask.messages, shown.key, self._renderer.acceptable)
+        conversation = self._remember(ask, shown)
         self._turns += 1
-        match = self._matcher.find(links, messages)
+        match = self._matcher.find(conversation.links, conversation.thoughts)
         try:
-            return self._turns, shown, messages, links[-1], match, self._render(messages, shown, match, self.limits.context)
+            rendered = self._render(conversation, shown, match, self.limits.context)
         except TooLong as e:
             self._refuse_beyond_context(e.n_tokens)
             raise
+        return self._turns, shown, conversation.messages, conversation.links[-1], match, rendered
+
+    def _remember(self, ask: Ask, shown: Shown) -> Conversation:
+        return self._memory.read(ask.messages, shown.key, self._renderer.acceptable, self._renderer.guard)
 
     def _find_quoted(self, call_id: str, messages: Sequence[Message]) -> None:
         """Replies that a conversation which begins anew holds as text: summaries that were adopted."""
@@ -226,8 +230,8 @@ class Session:
 
     def _preview(self, ask: Ask, at_most: int) -> Rendered:
         shown = self._renderer.shown(ask.tools)
-        _, _, messages, _, links = self._memory.read(ask.messages, shown.key, self._renderer.acceptable)
-        return self._render(messages, shown, self._matcher.find(links, messages), at_most)
+        conversation = self._remember(ask, shown)
+        return self._render(conversation, shown, self._matcher.find(conversation.links, conversation.thoughts), at_most)
 
     def recall(self, handle: str) -> str:
         """The reasoning of a recorded call's reply, by the call's id; empty if there is none. Adapters give the id out for harnesses to send back."""
@@ -315,15 +319,16 @@ class Session:
             ids[-1] == self._renderer.end_id or (finish in ("stop", "tool_calls") and self._renderer.template.is_control(ids[-1]))
         )
 
-    def _render(self, messages: Sequence[Message], shown: Shown, match: Match | None, at_most: int) -> Rendered:
+    def _render(self, conversation: Conversation, shown: Shown, match: Match | None, at_most: int) -> Rendered:
         """The prompt. Raises `TemplateRefused`, `TooLong`."""
         if match is not None:
             call = self._calls[match.call_id]
             history = self._graph.history(match.call_id)
-            rendered = self._renderer.bridge(messages, shown, self._replies(match.call_id), history, call.before, at_most, call.ended)
+            replies = self._replies(match.call_id)
+            rendered = self._renderer.bridge(conversation.guarded, shown, replies, history, call.before, at_most, call.ended)
             if rendered is not None:
                 return rendered
-        return self._renderer.full(messages, shown, at_most)
+        return self._renderer.full(conversation.messages, shown, at_most)
 
     def _replies(self, call_id: str) -> list[Reply]:
         """Where a conversation that continues this call has recorded replies, back to the last prompt that was rendered in full."""

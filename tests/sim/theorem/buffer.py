@@ -28,7 +28,7 @@ from gyre.types import MicroStepState, Purpose, RolloutState
 from gyre.wire import payload
 from gyre.wire.codec import Arrays
 from gyre.wire.messages import Counters, Message, RolloutEnded, ToBuffer
-from gyre.wire.rows import Item, MicroStepRow, RolloutRow, Row
+from gyre.wire.rows import GroupRow, GroupState, Item, MicroStepRow, RolloutRow, Row, StepRow
 from theorem.clock import Process
 from theorem.network import Network, Server
 
@@ -56,6 +56,12 @@ class Disk:
         """What a machine is built from, as `Ledger.rows` gives it."""
         rows = [msgspec.msgpack.decode(data, type=kind) for kind, data in self.rows.values()]
         return [r for r in rows if not (isinstance(r, MicroStepRow) and r.state is MicroStepState.COMMITTED)]
+
+    def since(self, step: int) -> list[Row]:
+        """As `Ledger.rows_from` has them."""
+        rows = self.load()
+        groups = {r.group_id for r in rows if isinstance(r, GroupRow) and r.state is GroupState.CONSUMED and (r.step or 0) > step}
+        return [r for r in rows if (isinstance(r, StepRow) and r.step >= step) or getattr(r, "group_id", "") in groups]
 
     def commit(self, puts: dict[tuple[Any, ...], Row], drops: set[tuple[Any, ...]], events: list[Event]) -> None:
         for key, row in puts.items():
@@ -152,6 +158,8 @@ class Buffer:
             if isinstance(message, RolloutEnded):
                 seen = set(arrays["versions"]) - {-1}
                 versions = (min(seen), max(seen)) if seen else None
+            if (step := self.machine.missing(message)) is not None:
+                self.machine.recall(self.disk.since(step))
             apply(self.machine.handle(now, Received(peer, message, f"{peer.name}/{peer.incarnation}", versions)), message, arrays)
         due = self.machine.next_deadline()
         if due is not None and due <= now.mono:
