@@ -58,7 +58,7 @@ class Poll(msgspec.Struct):
 
 
 class State:
-    """Rows, indices, and what is in flight. Built from the rows of the ledger, or from none; `counts` are of all executions in it, if some are left out."""
+    """Rows, indices, and what is in flight. Built from the ledger's rows, or from none; `counts` are of all its executions, if some are left out."""
 
     def __init__(
         self, config: Config, tasks: TaskSet, rows: Iterable[Row], now: Now, run_id: str = "", counts: Mapping[RolloutState, int] | None = None

@@ -6,8 +6,8 @@ Invariants
 - An assistant's turn in the prompt that no call of this trajectory sampled is `is_copied_context`.
 - What ATIF has no field for is in `extra`: everything of a "gyre.trajectory/1" record but its arrays, and of a step whether it bears loss.
 
-One document per trajectory; those of one execution share `session_id`, and its sub-agents are inside its first. Prompts are there as ids while those of
-a document have a million tokens at most, for they grow with the square of its turns; beyond, the ids are those of the steps before.
+One document per trajectory; those of one execution share `session_id`, and its sub-agents are inside its first. Prompts are there as ids while those
+of a document have a million tokens at most, for they grow with the square of its turns; beyond, the ids are those of the steps before.
 """
 
 from __future__ import annotations

@@ -136,7 +136,9 @@ def attend(
     scale = others.get("scaling")
     if query_BHTD.is_cuda:
         return flex_attention_forward(module, query_BHTD, key_BHTD, value_BHTD, tree.block_mask, scaling=scale)
-    return _ByRun.apply(query_BHTD, *(_as_many(x, query_BHTD) for x in (key_BHTD, value_BHTD)), tree.branches, scale).transpose(1, 2), None
+    key_BHTD, value_BHTD = (_as_many(x, query_BHTD) for x in (key_BHTD, value_BHTD))
+    found_BHTD: Tensor = _ByRun.apply(query_BHTD, key_BHTD, value_BHTD, tree.branches, scale)  # type: ignore[no-untyped-call]
+    return found_BHTD.transpose(1, 2), None
 
 
 def _as_many(x_BHTD: Tensor, query_BHTD: Tensor) -> Tensor:
@@ -165,7 +167,7 @@ class _ByRun(torch.autograd.Function):
         return found_BHTD
 
     @staticmethod
-    def backward(ctx: Any, grad_BHTD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_BHTD: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, found, sums = ctx.saved_tensors
         into = [torch.zeros_like(x) for x in (query, key, value)]
         for start, stop, above in ctx.branches:

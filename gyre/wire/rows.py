@@ -85,6 +85,11 @@ class MetaRow(Row):
     discards: dict[str, int] = {}  # groups discarded since the last commit, by reason
     uniform_in_a_row: int = 0  # groups dropped for equal rewards since one was ready, or a step closed
 
+    @property
+    def settled(self) -> int:
+        """The last step that is in a checkpoint and whose staleness was told: no core goes back behind it unless checkpoints are lost."""
+        return min(self.checkpoint_step or 0, self.published_step or 0)
+
 
 class QueryRow(Row):
     """One query. Held-out tasks are queries of purpose eval, one each."""
@@ -98,11 +103,6 @@ class QueryRow(Row):
     kind: str
     task_epoch: int
     number: int
-
-    @property
-    def settled(self) -> int:
-        """The last step that is in a checkpoint and whose staleness was told: no core goes back behind it unless checkpoints are lost."""
-        return min(self.checkpoint_step or 0, self.published_step or 0)
 
 
 class GroupRow(Row):
