@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from gyre.config import Train
 from gyre.train import tree as trees
@@ -80,18 +81,23 @@ def test_blocks_of_the_mask_lose_no_pair_and_allow_none() -> None:
                     assert (q, k) in listed[False]
 
 
-def test_flex_attention_and_the_runs_agree() -> None:
-    """What a GPU runs under the block mask, here without its kernel, and what a CPU runs; their gradients too."""
+def test_flex_attention_and_the_runs_agree_with_a_mask() -> None:
+    """What a GPU runs under the block mask, here without its kernel, what a CPU runs, and plain attention under the whole mask; gradients too where a
+    CPU has them."""
     tree = lay_out([torch.tensor(p) for p in branching(random.Random(1), 5, 60)])
     draw = torch.Generator().manual_seed(0)
     leaves = [torch.randn(1, 4, len(tree.ids_T), 8, generator=draw, requires_grad=True) for _ in range(3)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is slow without compilation
-        flex = flex_attention(*leaves, block_mask=tree.block_mask)
+        flex = flex_attention(*(x.detach() for x in leaves), block_mask=tree.block_mask)
+    place = torch.arange(len(tree.ids_T))
+    mask = (place[None] <= place[:, None]) & (place[:, None] < tree.end_T[None])
+    plain = scaled_dot_product_attention(*leaves, attn_mask=mask)
     runs = trees._ByRun.apply(*leaves, tree.branches, None)
-    torch.testing.assert_close(runs, flex, rtol=1e-4, atol=1e-5)
-    grad = torch.randn(flex.shape, generator=draw)
-    torch.testing.assert_close(torch.autograd.grad(runs, leaves, grad), torch.autograd.grad(flex, leaves, grad), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(flex, plain, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(runs, plain, rtol=1e-4, atol=1e-5)
+    grad = torch.randn(plain.shape, generator=draw)
+    torch.testing.assert_close(torch.autograd.grad(runs, leaves, grad), torch.autograd.grad(plain, leaves, grad), rtol=1e-4, atol=1e-5)
 
 
 def executions(micro_step: MakeMicroStep, seed: int, n: int = 3) -> MicroStepData:
