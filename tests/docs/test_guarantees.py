@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GUARANTEES = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 DEMANDED = {1, 3, 5, 8, 9, 11, 15, 16, 17, 19, 20, 21, 23, 26, 28, 29, 32, 33, 40, 41}
-PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "examples").rglob("*.md")])
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(p for p in (ROOT / "examples").rglob("*.md") if "made" not in p.parts)])
 
 
 @cache
