@@ -64,7 +64,7 @@ class Engine:
     def __init__(self, argv: list[str], folder: Path, address: str) -> None:
         self.address, self.log = address, folder / "log"
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder, start_new_session=True)
 
     def ready(self) -> None:
         until = time.monotonic() + START_S
