@@ -210,7 +210,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """GYRE_CONTAINMENT=write writes the table, =check fails if what was run says otherwise."""
+    """GYRE_CONTAINMENT=write writes the table, =check fails if all was run and says otherwise."""
     wish = os.environ.get("GYRE_CONTAINMENT")
     if not wish or not CELLS:
         return
@@ -224,6 +224,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     assert found is not None, f"{GUARANTEES} has no place for the table"
     if found[0] != table and wish == "write":
         GUARANTEES.write_text(text.replace(found[0], table), encoding="utf-8")
-    elif found[0] != table:
+    elif found[0] != table and all(b in row for row in CELLS.values() for b in CONTAINING):  # else some backend is not here
         print(f"\n{GUARANTEES} does not say what the tests say (GYRE_CONTAINMENT=write writes it):\n{table}")
         session.exitstatus = 1
