@@ -69,8 +69,8 @@ def on_acquire(s: State, now: Now, to: Hashable, m: AcquireTerm) -> None:
     lost = meta.committed - m.step
     meta.term += 1
     meta.core, meta.committed, meta.voided = m.cell, m.step, []
-    if meta.checkpoint_step is not None:
-        meta.checkpoint_step = min(meta.checkpoint_step, m.step)
+    if meta.checkpoint_step is not None and m.step < meta.checkpoint_step:
+        meta.checkpoint_step, meta.checkpoint_path = m.step, ""
     s.put(meta)
     s.progress_at = s.publication_due_since = now.mono
     s.log("term", m.id, term=meta.term, cell=m.cell, step=m.step, steps_replayed=lost, groups_ready_again=len(replayed))

@@ -210,7 +210,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """GYRE_CONTAINMENT=write writes the table, =check fails if all was run and says otherwise."""
+    """GYRE_CONTAINMENT=write writes the table, =check fails if what was run says otherwise, in the columns of the backends that are here."""
     wish = os.environ.get("GYRE_CONTAINMENT")
     if not wish or not CELLS:
         return
@@ -219,11 +219,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         cells = ["not run" if b not in row else "contained" if row[b] else "**not contained**" for b in CONTAINING]
         lines.append(f"| {tries} | {happens} | {' | '.join(cells)} | {' '.join(SHOWN[tries])} |")
     text = GUARANTEES.read_text(encoding="utf-8")
+    absent = {n + 2 for n, b in enumerate(CONTAINING) if not any(b in row for row in CELLS.values())}
     table = "<!-- containment -->\n" + "\n".join(lines) + "\n<!-- /containment -->"
     found = re.search(r"<!-- containment -->.*?<!-- /containment -->", text, re.S)
     assert found is not None, f"{GUARANTEES} has no place for the table"
     if found[0] != table and wish == "write":
         GUARANTEES.write_text(text.replace(found[0], table), encoding="utf-8")
-    elif found[0] != table and all(b in row for row in CELLS.values() for b in CONTAINING):  # else some backend is not here
+    elif _without(absent, found[0]) != _without(absent, table):
         print(f"\n{GUARANTEES} does not say what the tests say (GYRE_CONTAINMENT=write writes it):\n{table}")
         session.exitstatus = 1
+
+
+def _without(columns: set[int], table: str) -> list[list[str]]:
+    return [[cell for n, cell in enumerate(line.split(" | ")) if n not in columns] for line in table.splitlines()]
