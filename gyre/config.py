@@ -40,6 +40,9 @@ class Run(Table, frozen=True, kw_only=True):
     max_infra_failures: Annotated[int, _doc("So many infrastructure failures in a row end the run with exit 1.", ge=1)] = 20
     coord_grace_s: Annotated[float, _doc("A worker that was launched and hears no coordinator for so long ends in order.", gt=0)] = 600.0
     start_timeout_s: Annotated[float, _doc("How long a process waits for its peers at start.", gt=0)] = 180.0
+    deterministic: Annotated[
+        bool, _doc("Train groups in the order of admission, on policy: a run whose processes were killed ends as one left alone.")
+    ] = False
     workload: Annotated[str, _doc("For paced parts: the workload file that they play; its [system] counts, below run.toml's.", path=True)] = ""
     compress: Annotated[float, _doc("For paced parts: the workload's time is divided by it.", gt=0)] = 1.0
 
@@ -171,6 +174,7 @@ class Train(Table, frozen=True, kw_only=True):
     warmup_steps: Annotated[int, _doc("Steps of linear warm-up.", ge=0)] = 0
     beta1: Annotated[float, _doc("AdamW's first beta.", ge=0, lt=1)] = 0.9
     beta2: Annotated[float, _doc("AdamW's second beta.", ge=0, lt=1)] = 0.95
+    eps: Annotated[float, _doc("AdamW's epsilon: elements whose gradients are far below it hardly move.", gt=0)] = 1e-8
     weight_decay: Annotated[float, _doc("AdamW's decoupled weight decay.", ge=0)] = 0.0
     clip_norm: Annotated[float, _doc("Gradient norm is clipped to it; 0 is off.", ge=0)] = 1.0
     micro_step_tokens: Annotated[int, _doc("Token budget of a micro-step; a longer trajectory gets one of its own.", ge=1)] = 16384

@@ -231,7 +231,7 @@ def _complete(s: State, now: Now, group_id: str, cause: str) -> None:
         return
     for row, advantage in zip(graded, advantages(rewards, s.config.train.advantage), strict=True):
         row.advantage = advantage
-    group.ready_seq, group.ready_at = s.meta.ready_seq, now.wall
+    group.ready_seq, group.ready_at = rows[0].ordinal if s.config.run.deterministic else s.meta.ready_seq, now.wall
     s.meta.ready_seq += 1
     s.meta.uniform_in_a_row = 0
     s.put(s.meta)

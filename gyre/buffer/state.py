@@ -76,6 +76,9 @@ class State:
                 "system.min_group",
             )
         self.quota = admission.quota(s.dispatch, s.target_staleness, s.groups_per_step, s.steps_per_burst)
+        if config.run.deterministic and (s.dispatch, s.steps_per_burst, self.quota.groups) != ("boundary", 1, s.groups_per_step):
+            remedy = 'with system.dispatch = "boundary", system.steps_per_burst = 1 and system.target_staleness = 0 it does'
+            raise UsageError("configuration", "what is sampled depends on when policies are published", remedy, "run.deterministic")
         self.meta = MetaRow(run_id=run_id, seed=config.run.seed)
         self.queries: dict[str, QueryRow] = {}  # held-out ones
         self.groups: dict[str, GroupRow] = {}
@@ -235,12 +238,30 @@ class State:
         heapq.heappush(self.tickets, (row.purpose is Purpose.TRAIN, row.ordinal, row.rollout_id))
 
     def pop_ticket(self) -> RolloutRow | None:
-        """The next queued rollout: evaluation first, then in the order of admission; one issued again keeps its place."""
+        """The next queued rollout: evaluation first, then in the order of admission; one issued again keeps its place.
+        None before its version (`hold`) is published."""
         while self.tickets:
-            row = self.rollouts.get(heapq.heappop(self.tickets)[2])
+            row = self.rollouts.get(self.tickets[0][2])
             if row is not None and row.state is RolloutState.QUEUED:
+                p = self.published
+                if self.config.run.deterministic and (p is None or (p.term, p.step) < (self.meta.term, row.version_step)):
+                    return None
+                heapq.heappop(self.tickets)
                 return row
+            heapq.heappop(self.tickets)
         return None
+
+    def hold(self, step: int) -> None:
+        """The core went back to `step`: what runs at a later version begins anew when that version is published again."""
+        for row in self.rollouts.values():
+            if row.purpose is Purpose.TRAIN and row.version_step > step and row.state in UNFINISHED:
+                row.version_term = self.meta.term
+                if row.state is RolloutState.QUEUED:
+                    self.put(row)
+                else:
+                    row.epoch += 1
+                    self.move(row, RolloutState.QUEUED)
+                    self.push_ticket(row)
 
     def move(self, row: RolloutRow, state: RolloutState) -> None:
         """The only place where a rollout's state changes."""
@@ -306,6 +327,15 @@ class State:
                     pass
 
     # --- questions ---
+
+    def next_ready(self) -> GroupRow | None:
+        """The group that the open step takes next. With `run.deterministic` none is taken before one that was admitted earlier."""
+        if not self.ready:
+            return None
+        seq, group_id = self.ready[0]
+        if self.config.run.deterministic and any(self.members[g][0].ordinal < seq for g in self.open):
+            return None
+        return self.groups[group_id]
 
     def items(self, group_id: str) -> list[Item]:
         """Trajectories of a group that bear loss, in the order of packing."""

@@ -2,7 +2,8 @@
 
 A step's life: open (first claim) → closed (it has all the groups it gets) → sealed (manifest issued) → committed. Invariants:
 
-- Only step committed + 1 takes groups, in the order in which they became ready; so the same groups in the same order give the same steps.
+- Only step committed + 1 takes groups, in the order in which they became ready, with `run.deterministic` in that of their admission; so the same
+  groups in the same order give the same steps.
 - A step closes with fewer than B groups only when nothing that could still come would come before it commits, or when groups that are dropped for
   equal rewards do not end; its event says so.
 - A micro-step is claimed by one (cell, incarnation). Losing a claim's lease voids the whole incarnation: all its uncommitted micro-steps are
@@ -69,6 +70,8 @@ def on_acquire(s: State, now: Now, to: Hashable, m: AcquireTerm) -> None:
     lost = meta.committed - m.step
     meta.term += 1
     meta.core, meta.committed, meta.voided = m.cell, m.step, []
+    if s.config.run.deterministic:
+        s.hold(m.step)
     if meta.checkpoint_step is not None and m.step < meta.checkpoint_step:
         meta.checkpoint_step, meta.checkpoint_path = m.step, ""
     s.put(meta)
@@ -177,8 +180,7 @@ def refill(s: State, now: Now, cause: str) -> StepRow:
     if step.closed:
         return step
     before = len(s.taken)
-    while len(s.taken) < s.system.groups_per_step and s.ready:
-        group = s.groups[s.ready[0][1]]
+    while len(s.taken) < s.system.groups_per_step and (group := s.next_ready()) is not None:
         group.step, group.taken_at = step.step, now.wall
         s.move_group(group, GroupState.CLAIMED)
         s.pending += s.items(group.group_id)

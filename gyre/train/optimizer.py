@@ -67,7 +67,7 @@ class Learner:
             {"params": [m for m in self.masters.values() if m.ndim >= 2], "weight_decay": train.weight_decay},
             {"params": [m for m in self.masters.values() if m.ndim < 2], "weight_decay": 0.0},
         ]
-        self.adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=train.lr, betas=(train.beta1, train.beta2))
+        self.adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps)
 
     def _token_stats(self, batch: MicroBatch) -> TokenStats:
         return self.policy.token_stats(batch)

@@ -37,7 +37,7 @@ class World:
 
     def __init__(self, cfg: Config, task_set: TaskSet) -> None:
         self.cfg, self.tasks = cfg, task_set
-        self.now = 100.0
+        self.now, self.wall = 100.0, 1e9
         self.rows: dict[tuple[Any, ...], list[Any]] = {}
         self.codecs: dict[type[Row], Codec[Any]] = {r: Codec(r) for r in ROWS}
         self.log: list[Log] = []
@@ -65,7 +65,7 @@ class World:
         self.check()
 
     def clock(self) -> Now:
-        return Now(self.now, 1e9 + self.now)
+        return Now(self.now, self.wall + self.now)
 
     def apply(self, effects: list[Effect]) -> None:
         puts = []
@@ -202,8 +202,22 @@ def ended(id: str, ticket: Ticket, reward: float | None, ending: Ending, sizes: 
     )
 
 
-def simulate(seed: int, cfg: Config, task_set: TaskSet, *, faults: bool = True, limit: int = 20_000) -> World:
-    """Random sandboxes and a core, losing, repeating and restarting things, until the run is finished. Asserts on a stall."""
+Outcome = tuple[Ending, float | None, tuple[tuple[int, int], ...]]
+
+
+def any_outcome(rng: random.Random, faults: bool) -> Outcome:
+    """An ending, the reward if it is graded, sizes of trajectories."""
+    ending = rng.choice(list(Ending)) if faults and rng.random() < 0.3 else Ending.FINISHED
+    graded = ending in (Ending.FINISHED, Ending.HARNESS_TIMEOUT, Ending.CONTEXT_FULL, Ending.TURN_LIMIT, Ending.NO_TRAINABLE_TOKEN)
+    sizes = tuple((n, rng.randint(0, n)) for n in (rng.randint(1, 60) for _ in range(rng.randint(1, 3))))
+    return ending, float(rng.random() < 0.5) if graded else None, sizes
+
+
+def simulate(
+    seed: int, cfg: Config, task_set: TaskSet, *, faults: bool = True, limit: int = 20_000, outcome: Callable[[World, Ticket], Outcome] | None = None
+) -> World:
+    """Random sandboxes and a core, losing, repeating and restarting things, until the run is finished. Asserts on a stall.
+    `outcome`: of an execution, where it is not to be a random one."""
     rng = random.Random(seed)
     world = World(cfg, task_set)
     held: list[tuple[Ticket, int]] = []  # (ticket, sandbox)
@@ -223,7 +237,9 @@ def simulate(seed: int, cfg: Config, task_set: TaskSet, *, faults: bool = True, 
         if world.machine.finished or world.machine.failure:
             return world
         act = rng.random()
-        if faults and act < 0.02:
+        if faults and act < 0.005:
+            world.wall += rng.choice((-1e5, 1e5))  # somebody sets the clock
+        elif faults and act < 0.02:
             world.restart()
         elif faults and act < 0.04 and held:
             held = [h for h in held if h[1] != rng.randrange(3)]  # a sandbox dies
@@ -246,10 +262,8 @@ def simulate(seed: int, cfg: Config, task_set: TaskSet, *, faults: bool = True, 
             held += [(t, sandbox) for t in world.one(m, holder=f"sb/{sandbox}").tickets]
         elif act < 0.7 and held:
             ticket, _ = held.pop(rng.randrange(len(held)))
-            ending = rng.choice(list(Ending)) if faults and rng.random() < 0.3 else Ending.FINISHED
-            graded = ending in (Ending.FINISHED, Ending.HARNESS_TIMEOUT, Ending.CONTEXT_FULL, Ending.TURN_LIMIT, Ending.NO_TRAINABLE_TOKEN)
-            sizes = tuple((n, rng.randint(0, n)) for n in (rng.randint(1, 60) for _ in range(rng.randint(1, 3))))
-            world.send(keep(ended(world.id(), ticket, float(rng.random() < 0.5) if graded else None, ending, sizes)))
+            ending, reward, sizes = outcome(world, ticket) if outcome else any_outcome(rng, faults)
+            world.send(keep(ended(world.id(), ticket, reward, ending, sizes)))
         else:
             step, name = s.meta.committed + 1, f"i{incarnation}"
             if s.publication_due:
@@ -281,6 +295,35 @@ def world() -> Callable[..., World]:
         return World(config(**keys), tasks(n_tasks, heldout))
 
     return make
+
+
+@pytest.fixture
+def run_deterministic() -> Callable[..., World]:
+    """`run(seed, order=…, faults=…)`: a configuration from the seed with `run.deterministic`, a history from `order`. What an execution comes to
+    follows from its rollout and from the policy at its end, as it does with an engine whose draws are keyed."""
+
+    def outcome(world: World, ticket: Ticket) -> Outcome:
+        policy = world.machine.state.published
+        assert policy is not None
+        rng = random.Random(f"{ticket.rollout_id} {ticket.seed} {policy.step}")
+        return Ending.FINISHED, rng.random(), tuple((n, rng.randint(0, n)) for n in (rng.randint(1, 60) for _ in range(rng.randint(1, 3))))
+
+    def run(seed: int, *, order: int, faults: bool) -> World:
+        rng = random.Random(seed)
+        cfg = config(
+            run__deterministic=True,
+            run__max_infra_failures=1000,
+            system__groups_per_step=rng.choice([1, 2, 3, 5]),
+            system__rollouts_per_group=rng.choice([1, 2, 4]),
+            system__target_staleness=0.0,
+            train__steps=rng.randint(3, 7),
+            train__micro_step_tokens=rng.choice([20, 100, 1000]),
+            sandbox__reissues=1000,
+            tasks__eval_every=rng.choice([0, 1]),
+        )
+        return simulate(order, cfg, tasks(6, 2), faults=faults, outcome=outcome)
+
+    return run
 
 
 @pytest.fixture
