@@ -58,8 +58,8 @@ def said(tmp_path_factory: pytest.TempPathFactory, tasks: Path) -> Path:
 
 
 # Executions of a group begin with the same prompt and their advantages add up to 0, so at the first token the gradient of whatever none of them
-# sampled is 0 but for rounding, which differs with the requests that an engine happened to compute together. AdamW makes whole steps of it; an epsilon
-# of 1 makes it plain descent with momentum.
+# sampled is 0 but for rounding, which differs with the requests that an engine happened to compute together. AdamW makes whole steps of it; an
+# epsilon of 1 makes it plain descent with momentum.
 
 
 def prepare(folder: Path, model: Path, said: Path) -> Run:
