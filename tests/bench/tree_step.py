@@ -20,6 +20,7 @@ import torch
 from gyre.config import Train
 from gyre.train.model import MicroStepData, Policy, micro_batches
 from gyre.train.optimizer import Learner
+from gyre.train.tree import lay_out
 from gyre.types import PackedTrajectory
 
 SYSTEM, SPAN, SUMMARY = 1000, 2000, 60
@@ -73,6 +74,19 @@ def model(hidden: int = 512, layers: int = 2) -> Any:
     return Qwen3ForCausalLM(config).float()  # type: ignore[no-untyped-call]
 
 
+def floor(data: MicroStepData) -> float:
+    """Multiplications of the tree over those of the rows: what the ratio would be if each cost the same. Per token those of the model's matrices, per
+    pair of tokens that attend those of scores and values."""
+    sizes = [t.n_tokens for t in data.trajectories]
+    rows = torch.split(data.token_ids_S, sizes)
+    tree, m = lay_out(rows), model()
+    matrices = sum(p.numel() for p in m.parameters() if p.ndim == 2)
+    pair = 2 * m.config.num_hidden_layers * m.config.num_attention_heads * m.config.head_dim
+    own = [(b.stop - b.start, sum(z - a for a, z in b.above)) for b in tree.branches]
+    pairs = (sum(n * (above + n / 2) for n, above in own), sum(n * n / 2 for n in sizes))
+    return (len(tree.ids_T) * matrices + pairs[0] * pair) / (sum(sizes) * matrices + pairs[1] * pair)
+
+
 def seconds(data: MicroStepData, *, tree: bool) -> float:
     """Of one processor, for one accumulation: other load on the machine does not count."""
     learner = Learner(Policy(model(), Path(), 1.0, tree=tree), Train(micro_step_tokens=TOKENS, ratio_low=0.0, ratio_high=1e9), 1)
@@ -89,4 +103,4 @@ if __name__ == "__main__":
         rounds = int(sys.argv[1]) if sys.argv[1:] else 3
         pairs = [(seconds(data, tree=True), seconds(data, tree=False)) for _ in range(rounds)]
         told = ", ".join(f"{a:.2f} s / {b:.2f} s = {a / b:.2f}" for a, b in pairs)
-        print(f"{shape}: {tree} tokens as a tree, {len(data.token_ids_S)} as rows; {told}", flush=True)
+        print(f"{shape}: {tree} tokens as a tree, {len(data.token_ids_S)} as rows, {floor(data):.2f} of the multiplications; {told}", flush=True)
