@@ -115,7 +115,7 @@ async def main():
     faulthandler.register(signal.SIGUSR1)
     async with Worker(sys.argv[1], kind="sandbox", name="box", run_id=sys.argv[2]) as worker:
         worker.status("working", "soon to hang")
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(2.5)
         def waiting_for_godot():
             time.sleep(60)
         waiting_for_godot()
