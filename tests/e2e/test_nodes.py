@@ -1,0 +1,102 @@
+"""A run on four nodes, launched over ssh from a fifth: cables pulled, the buffer and the coordinator killed; nothing lost, doubled or left."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from nodes import Nodes, nodes
+from whole_run import DEADLINE_S, RIGHT, WRONG, Run, step_groups
+
+from gyre.net.keys import load
+from gyre.wire.speakers import KINDS
+
+HOSTS = """
+buffer  localhost
+cell    node1 name=a            # the core
+cell    node2 name=b env.TOKEN=unsaid
+sandbox node[3-4] slots=4
+"""
+COMPLETE_S = 600.0
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Nodes]:
+    with nodes(tmp_path / "nodes", 4) as made:
+        yield made
+
+
+class Far:
+    """A run whose coordinator is at the login node."""
+
+    def __init__(self, run: Run, cluster: Nodes) -> None:
+        self.run, self.cluster, self.keys = run, cluster, run.folder / "keys"
+        (run.folder / "hosts.txt").write_text(HOSTS)
+        subprocess.run([sys.executable, "-m", "gyre_commands.keys", str(self.keys)], check=True, timeout=DEADLINE_S, capture_output=True)
+        text = run.config.read_text().replace("[rollout]", "[rollout]\nslots = 6")
+        text = text.replace("[net]", f'[net]\nengine_timeout_s = 4\nkeys = "keys"\nssh = "{cluster.ssh}"')
+        run.config.write_text(f"[run]\ncoord_grace_s = 60\n{text}")
+        self.log = run.folder / "coord.log"
+
+    def argv(self, *flags: str) -> list[str]:
+        return self.cluster.on("login", *self.run.argv("coord", "--cells", str(self.run.folder / "hosts.txt"), *flags))
+
+    def start(self, *flags: str) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            return subprocess.Popen(self.argv(*flags), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def wait(self, coord: subprocess.Popen[bytes], code: int = 0) -> None:
+        ended = coord.wait(COMPLETE_S)
+        assert ended == code, self.log.read_text()[-8000:]
+
+    def until_step(self, coord: subprocess.Popen[bytes], step: int) -> None:
+        def there() -> bool:
+            assert coord.poll() is None, self.log.read_text()[-8000:]
+            return (self.run.dir / "ledger.db").exists() and len(self.run.dump("--kind", "steps")) >= step
+
+        self.run.until(there, f"step {step}")
+
+    def check(self, steps: int) -> None:
+        """Exact accounts, nothing left on any node, no secret anywhere."""
+        run = self.run
+        assert [s["step"] for s in run.dump("--kind", "steps")] == list(range(1, steps + 1))
+        groups = step_groups(run)
+        assert len(groups) == len(set(groups)) == 2 * steps, "every group in exactly one step"
+        consumed = [r["rollout_id"] for r in run.dump("--kind", "rollouts") if r["state"] == "consumed"]
+        assert len(consumed) == len(set(consumed)) == 8 * steps
+        counts = dict(run.report()["counts"])  # type: ignore[call-overload]
+        assert counts.pop("admitted") == sum(counts.values())
+        run.until(lambda: not self.cluster.processes(), f"the end of all processes: {self.cluster.processes()}")
+        secrets = [load(self.keys, kind).secret for kind in KINDS]
+        for file in [self.log, *(f for f in run.dir.rglob("*") if f.is_file() and f.suffix != ".key_secret")]:
+            assert not any(secret in file.read_bytes() for secret in secrets), file
+        for name in ("a-train", "b-rollout", "sandbox0"):  # logs came here, whole
+            assert (run.dir / "logs" / f"{name}.log").read_bytes() == (run.dir / "node" / name / "log").read_bytes(), name
+
+
+@pytest.fixture
+def far(run: Run, cluster: Nodes) -> Far:
+    return Far(run, cluster)
+
+
+def test_a_run_over_ssh(far: Far) -> None:
+    """Launched, seen through, and nothing left; --dry-run says what is run where; a second coordinator is refused and told who has the run."""
+    dry = subprocess.run(far.argv("--dry-run"), capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert dry.returncode == 0 and "unsaid" not in dry.stdout, dry.stderr
+    commands = [shlex.split(line) for line in dry.stdout.splitlines()]
+    assert [c[c.index("--") + 1] if c[0] == "ssh" else "here" for c in commands] == ["here", "node1", "node1", "node2", "node2", "node3", "node4"]
+    coord = far.start("--steps", "3")
+    far.until_step(coord, 1)
+    for line in far.cluster.processes().values():
+        assert "unsaid" not in line
+    second = subprocess.run(far.argv("--resume"), capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert second.returncode == 75 and f"another gyre-coord (process {coord.pid} on " in second.stderr, second.stderr
+    far.wait(coord)
+    far.check(3)
