@@ -100,3 +100,57 @@ def test_a_run_over_ssh(far: Far) -> None:
     assert second.returncode == 75 and f"another gyre-coord (process {coord.pid} on " in second.stderr, second.stderr
     far.wait(coord)
     far.check(3)
+
+
+def test_cables_and_deaths(far: Far) -> None:
+    """A cell's cable is pulled in a step and plugged in again, the buffer killed, the coordinator killed and resumed."""
+    run, cluster = far.run, far.cluster
+    run.script(RIGHT, WRONG, delay_s=0.05)
+    steps = 16
+    coord = far.start("--steps", str(steps))
+    far.until_step(coord, 2)
+    cluster.cable("node2", plugged=False)
+    time.sleep(12)  # longer than any lease here
+    cluster.cable("node2", plugged=True)
+    assert cluster.processes(["node2"]), "what is cut off works on"
+
+    far.until_step(coord, 5)
+    buffer = run.pid_of("buffer")
+    assert buffer is not None
+    os.kill(buffer, signal.SIGKILL)
+    far.until_step(coord, 7)
+
+    coord.kill()
+    coord.wait(DEADLINE_S)
+    done, names = len(run.dump("--kind", "steps")), ("buffer", "a-train", "a-rollout", "b-train", "b-rollout", "sandbox0", "sandbox1")
+    pids = {name: run.pid_of(name) for name in names}
+    time.sleep(5)
+    assert None not in pids.values() and pids == {name: run.pid_of(name) for name in names}, "all work on"
+    coord = far.start("--steps", str(steps), "--resume")
+    far.until_step(coord, done + 2)
+    text = far.log.read_text()
+    for name, pid in pids.items():
+        assert f"{name} lives, as process {pid} of " in text, text[-8000:]
+    far.wait(coord)
+    far.check(steps)
+
+
+def test_nothing_is_left_when_nobody_comes_back(far: Far) -> None:
+    """The coordinator is killed and does not come back: after the grace time all have ended by themselves."""
+    far.run.config.write_text(far.run.config.read_text().replace("coord_grace_s = 60", "coord_grace_s = 5"))
+    far.run.script(RIGHT, WRONG, delay_s=0.2)
+    coord = far.start("--steps", "500")
+    far.until_step(coord, 1)
+    assert far.cluster.processes()
+    coord.kill()
+    coord.wait(DEADLINE_S)
+    far.run.until(lambda: not far.cluster.processes() and not far.run.pid_of("buffer"), "the end of all processes")
+
+
+def test_ctrl_c_ends_everything_on_every_node(far: Far) -> None:
+    far.run.script(RIGHT, WRONG, delay_s=0.2)
+    coord = far.start("--steps", "500")
+    far.until_step(coord, 1)
+    coord.send_signal(signal.SIGINT)
+    far.wait(coord, 130)
+    assert not far.cluster.processes() and not far.run.pid_of("buffer")
