@@ -70,9 +70,27 @@ def main(cells: str | None, rule: str | None, ssh: str | None, steps: int | None
             raise UsageError("--run", f"{setup.run_dir} holds a run", "give --resume to go on with it, or another directory")
         if done >= setup.config.train.steps:
             click.echo(f"{setup.run_dir}: step {done} is done, and train.steps = {setup.config.train.steps}: give more --steps to train on", err=True)
+        if here:
+            examine(lines, reach, setup, resume)
         return see_through(setup, plans, bind, named, (lambda: plans_of(hosts.read(path))) if path != "-" else None, resume)
 
     cli.guarded(run)
+
+
+def examine(lines: list[Any], reach: Any, setup: cli.Setup, resume: bool) -> None:
+    """Look at every host before anything is started. To resume a run, some may be out of reach. Raises `UsageError`."""
+    import asyncio
+
+    from gyre.coord import doctor
+    from gyre.errors import UsageError
+
+    found = asyncio.run(doctor.examine(lines, reach, setup.config))
+    told = [(h, f"{h.host.host}: {problem}") for h in found for problem in h.problems]
+    bad = [text for h, text in told if h.reached or not resume]
+    for _, text in told if resume else told[1:]:
+        click.echo(text, err=True)
+    if bad:
+        raise UsageError("--cells", bad[0], "gyre-doctor --cells shows all hosts")
 
 
 def _held(run_dir: Path) -> tuple[int, int]:

@@ -87,7 +87,7 @@ class Launcher:
             try:
                 child = await asyncio.create_subprocess_exec(*argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True)
             except OSError as e:
-                raise UsageError("net.ssh" if not host.local else "PATH", f"{argv[0]} cannot be run ({e.strerror})", "install it") from None
+                return 127 if host.local else UNREACHED, b"", f"{argv[0]} cannot be run ({e.strerror})"
             try:
                 out, err = await asyncio.wait_for(child.communicate(stdin), deadline_s)
             except TimeoutError:
