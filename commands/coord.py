@@ -52,6 +52,8 @@ def main(cells: str | None, rule: str | None, ssh: str | None, steps: int | None
         bind = launch.at(here, setup.run_id, "coord") if here else endpoint(setup.run_dir, "coord")
 
         def plans_of(lines: list[hosts.Line]) -> list[launch.Plan]:
+            if not here and launch.this_host(lines):
+                raise UsageError("--reload", "the run has been on this host alone", "stop it, and start it with other hosts by --resume")
             return launch.plans(
                 lines, setup.run_dir, resume=resume, log_level=options["log_level"], coord=bind, rule=named, slots=setup.config.rollout.slots,
                 here=here, keys=bool(net.keys),
@@ -65,14 +67,18 @@ def main(cells: str | None, rule: str | None, ssh: str | None, steps: int | None
                 click.echo(shlex.join(reach.argv(plan.host, *(f"{k}={v}" for k, v in shown.items()), *plan.argv)))
             return 0
         cli.make_run_dir(setup.run_dir)
-        admitted, done = _held(setup.run_dir)
-        if not resume and admitted:
-            raise UsageError("--run", f"{setup.run_dir} holds a run", "give --resume to go on with it, or another directory")
-        if done >= setup.config.train.steps:
-            click.echo(f"{setup.run_dir}: step {done} is done, and train.steps = {setup.config.train.steps}: give more --steps to train on", err=True)
-        if here:
-            examine(lines, reach, setup, resume)
-        return see_through(setup, plans, bind, named, (lambda: plans_of(hosts.read(path))) if path != "-" else None, resume)
+        from gyre.coord.claim import claimed
+
+        with claimed(setup.run_dir):
+            admitted, done = _held(setup.run_dir)
+            if not resume and admitted:
+                raise UsageError("--run", f"{setup.run_dir} holds a run", "give --resume to go on with it, or another directory")
+            if done >= setup.config.train.steps:
+                enough = f"{setup.run_dir}: step {done} is done, and train.steps = {setup.config.train.steps}: give more --steps to train on"
+                click.echo(enough, err=True)
+            if here:
+                examine(lines, reach, setup, resume)
+            return see_through(setup, plans, bind, named, (lambda: plans_of(hosts.read(path))) if path != "-" else None, resume)
 
     cli.guarded(run)
 
@@ -109,16 +115,14 @@ def tell_to_reload(run_dir: Path) -> int:
     import signal
     import time
 
-    from gyre.coord.shell import PID, RELOADED
-    from gyre.errors import EXIT_OK, EXIT_USAGE, DeadlineExceeded, UsageError
+    from gyre.coord.claim import holder
+    from gyre.coord.shell import RELOADED
+    from gyre.errors import EXIT_OK, EXIT_USAGE, DeadlineExceeded
 
     answer = run_dir / RELOADED
-    try:
-        pid = int((run_dir / PID).read_text().split()[0])
-        answer.unlink(missing_ok=True)
-        os.kill(pid, signal.SIGHUP)
-    except (OSError, ValueError, IndexError):
-        raise UsageError("--reload", f"{run_dir} has no running coordinator on this host", "name its run directory with --run") from None
+    pid = holder(run_dir)
+    answer.unlink(missing_ok=True)
+    os.kill(pid, signal.SIGHUP)
     until = time.monotonic() + RELOAD_S
     while not answer.exists():
         if time.monotonic() > until:
@@ -135,10 +139,11 @@ def see_through(setup: cli.Setup, plans: list[Any], bind: str, rule: str, reread
     import sys
 
     from gyre.coord import shell
+    from gyre.coord.explain import explain
 
     end = asyncio.run(shell.Coordinator(setup, plans, bind, rule, reread, adopt).run())
     if end.code not in (0, 130, 143):
-        shell.explain(end, setup.run_dir / "logs", sys.stderr)
+        explain(end, setup.run_dir / "logs", sys.stderr)
     click.echo(setup.run_dir)
     return end.code
 

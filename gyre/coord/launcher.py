@@ -53,6 +53,14 @@ _FOLLOW: Final = (  # $2: the first byte wanted of its log, if any. Ends with th
 )
 
 
+class Child:
+    """A life of a process, of which `task` sees the end; `pid` 0 until it is known."""
+
+    def __init__(self, pid: int = 0) -> None:
+        self.pid = pid
+        self.task: asyncio.Task[None]
+
+
 class Launcher:
     """The hosts of a run, as its coordinator reaches them."""
 

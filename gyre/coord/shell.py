@@ -10,17 +10,14 @@ Not here: decisions (machine.py about processes, roles.py about cells).
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
-from pathlib import Path
-from typing import Any, Final, TextIO, assert_never
+from typing import Any, Final, assert_never
 
 import click
 from rich.console import Console
@@ -31,12 +28,11 @@ from gyre.coord import cells as r
 from gyre.coord import machine as m
 from gyre.coord.known import Knowledge
 from gyre.coord.launch import Plan, cells
-from gyre.coord.launcher import Launcher
+from gyre.coord.launcher import Child, Launcher
 from gyre.coord.level import level
 from gyre.coord.roles import Roles
-from gyre.errors import Busy, DeadlineExceeded, GyreError, UsageError
+from gyre.errors import DeadlineExceeded, GyreError, UsageError
 from gyre.net.sockets import Client, Peer, Server, mint
-from gyre.report.figures import plain
 from gyre.report.live import RunView
 from gyre.rules.named import make_rule, parse_rule
 from gyre.wire.codec import Arrays
@@ -46,18 +42,8 @@ log = logging.getLogger(__name__)
 
 _TICK_S: Final = 0.2
 _DRAW_S: Final = 1.0
-_LOG_TAIL_LINES: Final = 40
-PID: Final = "coord.pid"  # in the run directory, locked: who coordinates it
-RELOADED: Final = "coord.reloaded"  # what came of the last one
+RELOADED: Final = "coord.reloaded"  # in the run directory: what came of the last one
 _SUBSCRIBE_S: Final = 2.0  # a buffer that was started again knows no subscribers
-
-
-class Child:
-    """A life of a process, of which `task` sees the end; `pid` 0 until it is known."""
-
-    def __init__(self, pid: int = 0) -> None:
-        self.pid = pid
-        self.task: asyncio.Task[None]
 
 
 class Coordinator:
@@ -98,8 +84,7 @@ class Coordinator:
         self._progress: tuple[object, ...] = ()
 
     async def run(self) -> m.End:
-        """Start everything, and return when everything is gone. Raises `Busy` if another coordinator has the run, `UsageError`."""
-        held = claim(self.setup.run_dir)
+        """Start everything, and return when everything is gone. Raises `UsageError`."""
         self.server = Server.bind(
             self.bind, ToCoord, kind="coord", name="coord", run_id=self.setup.run_id, insecure=self.setup.config.net.insecure, keys=self.setup.keys
         )
@@ -130,8 +115,6 @@ class Coordinator:
             serving.cancel()
             await self._kill_all()  # only after a bug: whatever still lives must not be left behind
             self.server.close()
-            (self.setup.run_dir / PID).unlink(missing_ok=True)
-            os.close(held)
         assert self.end is not None
         return self.end
 
@@ -259,18 +242,17 @@ class Coordinator:
 
     def _on_signal(self, number: int) -> None:
         if self.machine.ending is not None:
-            self._aside(self._give_up(128 + number))
+            self._aside(self._kill_all(128 + number))
             return
         click.echo("stopping in order; once more to stop at once", err=True)
         self._feed(m.StopAsked(128 + number))
 
-    async def _kill_all(self) -> None:
+    async def _kill_all(self, code: int | None = None) -> None:
+        """With a code: and end at once."""
         lives = [self.plans[name] for name, child in self.children.items() if not child.task.done()]
         await asyncio.gather(*(self.launcher.signal(plan, signal.SIGKILL) for plan in lives))
-
-    async def _give_up(self, code: int) -> None:
-        await self._kill_all()
-        os._exit(code)
+        if code is not None:
+            os._exit(code)
 
     def _on_reload(self) -> None:
         """The answer to whoever sent the signal is left in the run directory."""
@@ -418,30 +400,3 @@ class Coordinator:
 
         if child is not None and not child.task.done():
             self._aside(send(child))
-
-
-def claim(run_dir: Path) -> int:
-    """Be the one coordinator of a run, as long as the descriptor is open. Raises `Busy`, naming the holder."""
-    fd = os.open(run_dir / PID, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        holder = os.read(fd, 100).decode(errors="replace").strip()
-        os.close(fd)
-        raise Busy(f"{run_dir}: another gyre-coord (process {holder}) has this run; stop it or give another --run") from None
-    os.truncate(fd, 0)
-    os.write(fd, f"{os.getpid()} on {socket.gethostname()}\n".encode())
-    return fd
-
-
-def explain(end: m.End, logs: Path, out: TextIO) -> None:
-    """Say why a run failed: the culprit's own error line if it had one, else the reason and the end of its log, from its last traceback on."""
-    path = logs / f"{end.culprit}.log"
-    lines = path.read_text(errors="replace").splitlines() if end.culprit is not None and path.exists() else []
-    if lines and lines[-1].startswith("error: "):
-        click.echo(f"error: {end.culprit}: {plain(lines[-1].removeprefix('error: '))}", file=out)
-        return
-    first = max((i for i, line in enumerate(lines) if line.startswith("Traceback")), default=len(lines) - _LOG_TAIL_LINES)
-    for line in lines[max(0, first) :][-2 * _LOG_TAIL_LINES :]:
-        click.echo(f"  {end.culprit} | {plain(line)}", file=out)
-    click.echo(f"error: {end.reason}", file=out)

@@ -12,9 +12,10 @@ import pytest
 
 from gyre import config as configuration
 from gyre.cli import Setup
+from gyre.coord.explain import explain
 from gyre.coord.launch import Plan
 from gyre.coord.machine import End
-from gyre.coord.shell import Coordinator, explain
+from gyre.coord.shell import Coordinator
 from gyre.errors import UsageError
 from gyre.net.endpoints import endpoint
 from gyre.net.sockets import Server

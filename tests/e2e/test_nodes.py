@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from nodes import Nodes, nodes
-from whole_run import DEADLINE_S, RIGHT, WRONG, Run, step_groups
+from whole_run import DEADLINE_S, RIGHT, ROOT, WRONG, Run, step_groups
 
 from gyre.net.keys import load
 from gyre.wire.speakers import KINDS
@@ -45,8 +45,8 @@ class Far:
         run.config.write_text(f"[run]\ncoord_grace_s = 60\n{text}")
         self.log = run.folder / "coord.log"
 
-    def argv(self, *flags: str) -> list[str]:
-        return self.cluster.on("login", *self.run.argv("coord", "--cells", str(self.run.folder / "hosts.txt"), *flags))
+    def argv(self, *flags: str, command: str = "coord") -> list[str]:
+        return self.cluster.on("login", *self.run.argv(command, "--cells", str(self.run.folder / "hosts.txt"), *flags))
 
     def start(self, *flags: str) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
@@ -77,7 +77,7 @@ class Far:
         secrets = [load(self.keys, kind).secret for kind in KINDS]
         for file in [self.log, *(f for f in run.dir.rglob("*") if f.is_file() and f.suffix != ".key_secret")]:
             assert not any(secret in file.read_bytes() for secret in secrets), file
-        for name in ("a-train", "b-rollout", "sandbox0"):  # logs came here, whole
+        for name in ("a-train", "b-rollout", "sandbox1"):  # logs came here, whole
             assert (run.dir / "logs" / f"{name}.log").read_bytes() == (run.dir / "node" / name / "log").read_bytes(), name
 
 
@@ -92,14 +92,32 @@ def test_a_run_over_ssh(far: Far) -> None:
     assert dry.returncode == 0 and "unsaid" not in dry.stdout, dry.stderr
     commands = [shlex.split(line) for line in dry.stdout.splitlines()]
     assert [c[c.index("--") + 1] if c[0] == "ssh" else "here" for c in commands] == ["here", "node1", "node1", "node2", "node2", "node3", "node4"]
-    coord = far.start("--steps", "3")
+    healthy = subprocess.run(far.argv(command="doctor"), capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert healthy.returncode == 0 and healthy.stdout.count("none") == 5, healthy.stdout + healthy.stderr
+    far.run.script(RIGHT, WRONG, delay_s=0.1)
+    coord = far.start("--steps", "6")
     far.until_step(coord, 1)
     for line in far.cluster.processes().values():
         assert "unsaid" not in line
     second = subprocess.run(far.argv("--resume"), capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert second.returncode == 75 and f"another gyre-coord (process {coord.pid} on " in second.stderr, second.stderr
     far.wait(coord)
-    far.check(3)
+    far.check(6)
+
+
+def test_nothing_is_started_when_a_host_is_not_well(far: Far) -> None:
+    """Out of reach, a Python that is not there: named together, before anything runs anywhere. To resume, a host may be out of reach."""
+    hosts = far.run.folder / "hosts.txt"
+    hosts.write_text(HOSTS.replace("name=b", "name=b python=/no/python"))
+    far.cluster.cable("node3", plugged=False)
+    refused = subprocess.run(far.argv(), capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert refused.returncode == 2 and not far.run.dir.joinpath("node").exists(), refused.stderr
+    assert "node2: /no/python does not run" in refused.stderr and "node3: not reached" in refused.stderr
+    hosts.write_text(HOSTS)
+    coord = far.start("--steps", "2", "--resume")
+    far.wait(coord)
+    assert "node3: not reached" in far.log.read_text()
+    far.check(2)
 
 
 def test_cables_and_deaths(far: Far) -> None:
@@ -154,3 +172,23 @@ def test_ctrl_c_ends_everything_on_every_node(far: Far) -> None:
     coord.send_signal(signal.SIGINT)
     far.wait(coord, 130)
     assert not far.cluster.processes() and not far.run.pid_of("buffer")
+
+
+def test_by_node(far: Far) -> None:
+    """examples/by_node.sh at each node: the same cluster without the coordinator. Engines are told to end."""
+    at = {"buffer": ("login", 254), "train": ("node1", 1), "rollout": ("node2", 2)}
+    lines = [f"{node} gyre-{kind} tcp://10.77.0.{n}:5000\n" for kind, (node, n) in at.items()] + ["node3 gyre-sandbox\n", "node4 gyre-sandbox\n"]
+    cluster = far.run.folder / "cluster.txt"
+    cluster.write_text("# NODE COMMAND ADDRESS\n" + "".join(lines))
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    started = {}
+    for node in ("login", *far.cluster.names):
+        argv = [str(ROOT / "examples" / "by_node.sh"), node, str(cluster), str(far.run.dir), "--config", str(far.run.config)]
+        with (far.run.folder / f"{node}.log").open("wb") as log:
+            started[node] = subprocess.Popen(far.cluster.on(node, *argv), env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    for node in ("login", "node1", "node3", "node4"):
+        assert started[node].wait(DEADLINE_S) == 0, (far.run.folder / f"{node}.log").read_text()[-4000:]
+    started["node2"].terminate()
+    assert started["node2"].wait(DEADLINE_S) in (0, 143)
+    assert far.run.report()["counts"]["consumed"] == 4 * 8  # type: ignore[index]
+    far.run.until(lambda: not far.cluster.processes(), "the end of all processes")
