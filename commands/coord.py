@@ -21,23 +21,24 @@ RELOAD_S = 30.0
     metavar="RULE",
     help="Who decides the cells' roles: elastic | lookahead | async[:N][+stream] | colocate.  [default: elastic, if cells can turn]",
 )
+@click.option("--ssh", metavar="COMMAND", help="How other hosts are reached: ssh with its options (net.ssh).")
 @click.option("--steps", type=int, help="Optimizer steps of the run (train.steps).")
 @click.option("--resume", is_flag=True, help="Go on with the run that the run directory holds.")
 @click.option("--reload", "reload", is_flag=True, help="Have the running coordinator of --run read its hosts file again, and say what came of it.")
 @click.option("--dry-run", is_flag=True, help="Print the command of each process and exit.")
-def main(cells: str | None, rule: str | None, steps: int | None, resume: bool, reload: bool, dry_run: bool, **options: Any) -> None:
+def main(cells: str | None, rule: str | None, ssh: str | None, steps: int | None, resume: bool, reload: bool, dry_run: bool, **options: Any) -> None:
     """Launch all processes of hosts.txt, show the run, and end when every one of them has ended.
 
     Prints the run directory on stdout. The first Ctrl-C stops everything in order, a second one at once.
     """
 
     def run() -> int:
-        setup = cli.setup(options, {"train.steps": steps}, "coord")
+        setup = cli.setup(options, {"train.steps": steps, "net.ssh": ssh}, "coord")
         from gyre.coord import hosts, launch
+        from gyre.coord.launcher import Launcher
         from gyre.errors import UsageError
         from gyre.net.endpoints import endpoint
 
-        bind = endpoint(setup.run_dir, "coord")
         if reload:
             return tell_to_reload(setup.run_dir)
         if cells is None:
@@ -45,26 +46,57 @@ def main(cells: str | None, rule: str | None, steps: int | None, resume: bool, r
         path = cells
         lines = hosts.read(path)
         named = rule or launch.default_rule(lines)
+        here, net = launch.this_host(lines), setup.config.net
+        if here and not (net.keys or net.insecure):
+            raise UsageError("net.keys", "is not set, and hosts talk over a network", "make keys with gyre-keys and name their directory")
+        bind = launch.at(here, setup.run_id, "coord") if here else endpoint(setup.run_dir, "coord")
 
         def plans_of(lines: list[hosts.Line]) -> list[launch.Plan]:
+            if not here and launch.this_host(lines):
+                raise UsageError("--reload", "the run has been on this host alone", "stop it, and start it with other hosts by --resume")
             return launch.plans(
-                lines, setup.run_dir, resume=resume, log_level=options["log_level"], coord=bind, rule=named, slots=setup.config.rollout.slots
+                lines, setup.run_dir, resume=resume, log_level=options["log_level"], coord=bind, rule=named, slots=setup.config.rollout.slots,
+                here=here, keys=bool(net.keys),
             )  # fmt: skip
 
         plans = plans_of(lines)
+        reach = Launcher(setup.run_dir, net.ssh)
         if dry_run:
             for plan in plans:
-                click.echo(shlex.join([f"{k}={v}" for k, v in plan.env.items()] + plan.argv))
+                shown = {k: v if k == "CUDA_VISIBLE_DEVICES" else "…" for k, v in plan.env.items()}  # others may be secrets
+                click.echo(shlex.join(reach.argv(plan.host, *(f"{k}={v}" for k, v in shown.items()), *plan.argv)))
             return 0
         cli.make_run_dir(setup.run_dir)
-        admitted, done = _held(setup.run_dir)
-        if not resume and admitted:
-            raise UsageError("--run", f"{setup.run_dir} holds a run", "give --resume to go on with it, or another directory")
-        if done >= setup.config.train.steps:
-            click.echo(f"{setup.run_dir}: step {done} is done, and train.steps = {setup.config.train.steps}: give more --steps to train on", err=True)
-        return see_through(setup, plans, bind, named, (lambda: plans_of(hosts.read(path))) if path != "-" else None)
+        from gyre.coord.claim import claimed
+
+        with claimed(setup.run_dir):
+            admitted, done = _held(setup.run_dir)
+            if not resume and admitted:
+                raise UsageError("--run", f"{setup.run_dir} holds a run", "give --resume to go on with it, or another directory")
+            if done >= setup.config.train.steps:
+                enough = f"{setup.run_dir}: step {done} is done, and train.steps = {setup.config.train.steps}: give more --steps to train on"
+                click.echo(enough, err=True)
+            if here:
+                examine(lines, reach, setup, resume)
+            return see_through(setup, plans, bind, named, (lambda: plans_of(hosts.read(path))) if path != "-" else None, resume)
 
     cli.guarded(run)
+
+
+def examine(lines: list[Any], reach: Any, setup: cli.Setup, resume: bool) -> None:
+    """Look at every host before anything is started. To resume a run, some may be out of reach. Raises `UsageError`."""
+    import asyncio
+
+    from gyre.coord import doctor
+    from gyre.errors import UsageError
+
+    found = asyncio.run(doctor.examine(lines, reach, setup.config))
+    told = [(h, f"{h.host.host}: {problem}") for h in found for problem in h.problems]
+    bad = [text for h, text in told if h.reached or not resume]
+    for _, text in told if resume else told[1:]:
+        click.echo(text, err=True)
+    if bad:
+        raise UsageError("--cells", bad[0], "gyre-doctor --cells shows all hosts")
 
 
 def _held(run_dir: Path) -> tuple[int, int]:
@@ -83,16 +115,14 @@ def tell_to_reload(run_dir: Path) -> int:
     import signal
     import time
 
-    from gyre.coord.shell import PID, RELOADED
-    from gyre.errors import EXIT_OK, EXIT_USAGE, DeadlineExceeded, UsageError
+    from gyre.coord.claim import holder
+    from gyre.coord.shell import RELOADED
+    from gyre.errors import EXIT_OK, EXIT_USAGE, DeadlineExceeded
 
     answer = run_dir / RELOADED
-    try:
-        pid = int((run_dir / PID).read_text())
-        answer.unlink(missing_ok=True)
-        os.kill(pid, signal.SIGHUP)
-    except (OSError, ValueError):
-        raise UsageError("--reload", f"{run_dir} has no running coordinator on this host", "name its run directory with --run") from None
+    pid = holder(run_dir)
+    answer.unlink(missing_ok=True)
+    os.kill(pid, signal.SIGHUP)
     until = time.monotonic() + RELOAD_S
     while not answer.exists():
         if time.monotonic() > until:
@@ -103,16 +133,17 @@ def tell_to_reload(run_dir: Path) -> int:
     return EXIT_USAGE if words.startswith("error:") else EXIT_OK
 
 
-def see_through(setup: cli.Setup, plans: list[Any], bind: str, rule: str, reread: Any) -> int:
+def see_through(setup: cli.Setup, plans: list[Any], bind: str, rule: str, reread: Any, adopt: bool) -> int:
     """Run to the end; the exit code."""
     import asyncio
     import sys
 
     from gyre.coord import shell
+    from gyre.coord.explain import explain
 
-    end = asyncio.run(shell.Coordinator(setup, plans, bind, rule, reread).run())
+    end = asyncio.run(shell.Coordinator(setup, plans, bind, rule, reread, adopt).run())
     if end.code not in (0, 130, 143):
-        shell.explain(end, setup.run_dir / "logs", sys.stderr)
+        explain(end, setup.run_dir / "logs", sys.stderr)
     click.echo(setup.run_dir)
     return end.code
 

@@ -196,6 +196,7 @@ class Net(Table, frozen=True, kw_only=True):
 
     insecure: Annotated[bool, _doc("Allow sockets on addresses other than loopback and ipc without keys.")] = False
     keys: Annotated[str, _doc("Directory of CURVE keys (gyre-keys); with it every tcp socket is encrypted and authenticated.", path=True)] = ""
+    ssh: Annotated[str, _doc("The command by which gyre-coord and gyre-doctor reach other hosts, with its options, shell-quoted.")] = "ssh"
     request_timeout_s: Annotated[float, _doc("How long a request is repeated before its sender gives up.", gt=0)] = 120.0
     resend_s: Annotated[float, _doc("A request without an answer is sent again after so long.", gt=0)] = 5.0
     engine_timeout_s: Annotated[float, _doc("An engine that does not answer a ping for so long is given up.", gt=0)] = 20.0

@@ -36,11 +36,11 @@ class Host(msgspec.Struct, frozen=True):
 
     host: str
     user: str = ""
-    ssh_port: int = 22
+    ssh_port: int = 0  # 0: what ssh's own configuration says
 
     @property
     def local(self) -> bool:
-        return self.host in ("localhost", "127.0.0.1", "::1") and not self.user
+        return self.host in ("localhost", "127.0.0.1", "::1") and not self.user and not self.ssh_port
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -61,6 +61,7 @@ class Line(msgspec.Struct, frozen=True):
 MAX_RANGE = 10_000
 _KEYS = ("name", "gpus", "slots", "bind", "python")
 _TARGET = re.compile(r"(?:(?P<user>[A-Za-z_][\w.-]*)@)?(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_][\w.\[\],-]*)(?::(?P<port>\d{1,5}))?$", re.ASCII)
+_ENV = re.compile(r"env\.[A-Za-z_]\w*$", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}$")
 
 
@@ -98,6 +99,8 @@ def _line(words: list[str], where: str) -> Iterator[Line]:
         key, eq, value = word.partition("=")
         if not eq or not (key in _KEYS or key.startswith(("env.", "set."))):
             raise UsageError(where, f"unknown option {word!r}", f"use KEY=VALUE with {', '.join(_KEYS)}, env.NAME or set.table.key")
+        if key.startswith("env.") and not _ENV.match(key):
+            raise UsageError(where, f"{key.removeprefix('env.')!r} names no environment variable", "use letters, digits and '_'", key)
         if key in options:
             raise UsageError(where, f"{key} is given twice", "keep one", key)
         options[key] = value
@@ -154,7 +157,7 @@ def _unfold(target: str, where: str) -> Iterator[Host]:
     m = _TARGET.match(target)
     if not m:
         raise UsageError(where, f"{target!r} is no host", "write [USER@]HOST[:SSHPORT], for example node[01-16]")
-    user, host, port = m["user"] or "", m["host"], int(m["port"] or 22)
+    user, host, port = m["user"] or "", m["host"], int(m["port"] or 0)
     if host.startswith("["):
         yield Host(host.strip("[]"), user, port)
         return

@@ -1,24 +1,30 @@
-"""From hosts.txt to processes: the command line of each, and starting it here.
+"""From hosts.txt to processes: the command line of each, and where it listens.
 
-Only localhost for now; the argument lists are built apart from the starting so that another launcher can quote them for ssh.
+When all are on this host they meet at sockets of the run directory. When one is not, all listen at tcp addresses: the host's number (or `bind=`),
+since sockets are bound to it too, and a port that follows from the names of run and process, so that it is the same after every start.
+
+Not here: starting them (launcher.py).
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
+import hashlib
+import ipaddress
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from gyre.coord.cells import Cell
-from gyre.coord.hosts import Kind, Line
+from gyre.coord.hosts import Host, Kind, Line
 from gyre.errors import UsageError
 from gyre.net.endpoints import endpoint
 from gyre.rules.named import RuleName, parse_rule
+
+_PORTS: Final = range(20_000, 30_000)  # below those that systems give away by themselves
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -31,6 +37,7 @@ class Plan(msgspec.Struct, frozen=True):
     address: str  # what it listens on, "" for nothing
     cell: str = ""  # engines and trainers: theirs
     capacity: int = 0  # engines: executions that the cell holds
+    host: Host = Host("localhost")
 
     def again(self) -> Plan:
         """As it is started after a death: it goes on with what it left on disk."""
@@ -43,23 +50,26 @@ def default_rule(lines: Sequence[Line]) -> str:
     return "elastic" if any(x.kind is Kind.CELL for x in lines) else "async"
 
 
-def plans(lines: Sequence[Line], run_dir: Path, *, resume: bool, log_level: str, coord: str, rule: str = "async", slots: int = 1) -> list[Plan]:
+def plans(
+    lines: Sequence[Line], run_dir: Path, *, resume: bool, log_level: str, coord: str, rule: str = "async", slots: int = 1, here: str = "",
+    keys: bool = False,
+) -> list[Plan]:  # fmt: skip
     """The processes of all lines. Under `async` the first cells that may train do, for good; else a `cell` line makes an engine and a trainer that
-    take turns. `slots`: rollout.slots, unless a line sets it. Raises `UsageError`."""
+    take turns. `slots`: rollout.slots, unless a line sets it; `here`: as `this_host` says; `keys`: is there net.keys? Raises `UsageError`."""
     for line in lines:
-        if not all(h.local for h in line.hosts) or len(line.hosts) != 1:
-            raise UsageError(line.where, "only localhost can be launched so far", "start that process by hand (examples/by_hand.sh)")
+        if len(line.hosts) != 1:
+            raise UsageError(line.where, "a cell of several hosts cannot be launched so far", "write a line for each host")
     trainers, engines = _split(lines, parse_rule(rule))
-    addresses = {f"train {x.name}": _address(x, run_dir, "train") for x in trainers}
-    addresses |= {f"rollout {x.name}": _address(x, run_dir, "rollout") for x in engines}
+    addresses = {f"train {x.name}": _address(x, run_dir, "train", here) for x in trainers}
+    addresses |= {f"rollout {x.name}": _address(x, run_dir, "rollout", here) for x in engines}
     core = addresses[f"train {trainers[0].name}"]
-    buffer = next(_address(x, run_dir, "buffer") for x in lines if x.kind is Kind.BUFFER)
+    buffer = next(_address(x, run_dir, "buffer", here) for x in lines if x.kind is Kind.BUFFER)
     made: list[Plan] = []
     for line in lines:
         both = line in trainers and line in engines
-        if both and line.bind:
-            raise UsageError(line.where, "a cell that turns listens at two addresses", "leave it out", "bind")
-        common: dict[str, Any] = {"line": line, "run_dir": run_dir, "coord": coord, "log_level": log_level, "resume": resume}
+        if both and "://" in (line.bind or ""):
+            raise UsageError(line.where, "a cell that turns listens at two addresses", "leave it out, or give the host's address alone", "bind")
+        common: dict[str, Any] = {"line": line, "run_dir": run_dir, "coord": coord, "log_level": log_level, "resume": resume, "keys": keys}
         if line.kind is Kind.BUFFER:
             made.append(_plan("buffer", line.name, buffer, **common))
         if line.kind is Kind.SANDBOX:
@@ -74,10 +84,12 @@ def plans(lines: Sequence[Line], run_dir: Path, *, resume: bool, log_level: str,
             name, role = (f"{line.name}-rollout", ["--role", "auto"]) if both else (line.name, [])
             plan = _plan("rollout", name, addresses[f"rollout {line.name}"], "--train", core, "--cell", line.name, *role, **common)
             made.append(msgspec.structs.replace(plan, capacity=_capacity(line, slots)))
-    names = [p.name for p in made]
+    names, places = [p.name for p in made], [p.address for p in made if p.address]
     for plan in made:
         if names.count(plan.name) > 1:
             raise UsageError("--cells", f"two processes would be called {plan.name}", "give one of their lines another name=", "name")
+        if places.count(plan.address) > 1:
+            raise UsageError("--cells", f"{plan.name} would listen at {plan.address}, as another does", "give its line another name=", "name")
     return made
 
 
@@ -101,21 +113,73 @@ def _split(lines: Sequence[Line], rule: RuleName) -> tuple[list[Line], list[Line
     return trainers, engines
 
 
-def _plan(kind: str, name: str, address: str, *words: str, line: Line, run_dir: Path, coord: str, log_level: str, resume: bool) -> Plan:
-    argv = [line.python or sys.executable, "-m", f"gyre_commands.{kind}", "--run", str(run_dir), "--config", str(run_dir / "run.toml")]
+def _plan(
+    kind: str, name: str, address: str, *words: str, line: Line, run_dir: Path, coord: str, log_level: str, resume: bool, keys: bool
+) -> Plan:  # fmt: skip
+    plan = Plan(name, kind, [], dict(line.env), address, line.name if kind in ("train", "rollout") else "", host=line.hosts[0])
+    folder = run_dir if plan.host.local else folder_of(run_dir, plan)
+    argv = [line.python or sys.executable, "-m", f"gyre_commands.{kind}", "--run", str(run_dir), "--config", str(folder / "run.toml")]
     argv += ["--name", name, "--coord", coord, "--log-level", log_level]
     argv += [*(["--bind", address] if address else []), *words]
     if kind in ("buffer", "train") and resume:
         argv.append("--resume")
+    if keys and not plan.host.local:
+        argv += ["--set", f"net.keys={folder / 'keys'}"]
     argv += [word for s in line.sets for word in ("--set", s)]
-    env = dict(line.env)
     if line.gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, line.gpus))
-    return Plan(name, kind, argv, env, address, line.name if kind in ("train", "rollout") else "")
+        plan.env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, line.gpus))
+    return msgspec.structs.replace(plan, argv=argv)
 
 
-def _address(line: Line, run_dir: Path, kind: str) -> str:
-    return line.bind or endpoint(run_dir, kind, "" if kind == "buffer" else line.name)
+def folder_of(run_dir: Path, plan: Plan) -> Path:
+    """Where its host keeps what belongs to a process."""
+    return run_dir / "node" / plan.name
+
+
+def this_host(lines: Sequence[Line]) -> str:
+    """The address of this host that the others of the file reach, "" if there are none. Raises `UsageError`."""
+    far = next((x for x in lines if not x.hosts[0].local), None)
+    if far is None:
+        return ""
+    there = _numeric(far)
+    with socket.socket(socket.AF_INET6 if ":" in there else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((there, 9))  # sends nothing
+        except OSError as e:
+            raise UsageError(far.where, f"no way leads to {there} ({e.strerror})", "mend the network, or name another host") from None
+        return str(probe.getsockname()[0])
+
+
+def at(host: str, *names: str) -> str:
+    """The tcp address of a process of a run on a host, from their names."""
+    port = _PORTS[int.from_bytes(hashlib.blake2b("/".join(names).encode(), digest_size=4).digest(), "big") % len(_PORTS)]
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _numeric(line: Line) -> str:
+    """The address of a line's host as others reach it. Raises `UsageError`."""
+    name = line.bind or line.hosts[0].host
+    if name.startswith("tcp://"):
+        name = name.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        found = [str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        found = []
+    usable = [a for a in found if not ipaddress.ip_address(a.partition("%")[0]).is_loopback]
+    if not usable:
+        why = f"resolves to {found[0]} here" if found else "does not resolve here"
+        raise UsageError(line.where, f"{name} {why}", "give the address where others reach it, bind=10.0.0.5", "bind")
+    return min(usable, key=lambda a: ":" in a)
+
+
+def _address(line: Line, run_dir: Path, kind: str, here: str) -> str:
+    """Where a process listens; `here` is not empty when some are on other hosts."""
+    name = "" if kind == "buffer" else line.name
+    if line.bind and "://" in line.bind:
+        return line.bind
+    if here:
+        return at(here if line.hosts[0].local and not line.bind else _numeric(line), run_dir.name, kind, name)
+    return at(line.bind, run_dir.name, kind, name) if line.bind else endpoint(run_dir, kind, name)
 
 
 def _capacity(line: Line, slots: int) -> int:
@@ -134,14 +198,3 @@ def cells(plans: Sequence[Plan]) -> list[Cell]:
             else:
                 cell.engine, cell.address, cell.capacity = plan.name, plan.address, plan.capacity
     return list(made.values())
-
-
-def start(plan: Plan, logs: Path) -> subprocess.Popen[bytes]:
-    """Start a process of the plan with its log in `logs`, out of the reach of the terminal's Ctrl-C. Raises `UsageError`."""
-    logs.mkdir(parents=True, exist_ok=True)
-    with (logs / f"{plan.name}.log").open("ab") as log:
-        env = {**os.environ, "PYTHONUNBUFFERED": "1", **plan.env}
-        try:
-            return subprocess.Popen(plan.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True)
-        except OSError as e:
-            raise UsageError("--cells", f"{plan.argv[0]} cannot be run ({e.strerror})", "mend python= of that line", plan.name) from None

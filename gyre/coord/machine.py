@@ -28,6 +28,7 @@ EARLY_S: Final = 10.0  # the buffer's word that all steps are done may come this
 RESTARTS: Final = 5
 BACKOFF_S: Final = (1.0, 60.0)  # the first pause, doubled each time up to the second
 HEALTHY_S: Final = 300.0  # after so long a life, deaths before it do not count
+UNREACHED: Final = 255  # instead of an exit code: ssh did not get there
 STOP_ORDER: Final = ("sandbox", "train", "rollout", "buffer")
 
 
@@ -238,7 +239,8 @@ class Machine:
 
     def _exited(self, now: float, p: Process, code: int) -> None:
         was, lived_s, p.phase, p.since = p.phase, now - p.since, Phase.GONE, now
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        how = "cannot be reached" if code == UNREACHED else f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        again_a_bug = code == EXIT_BUG and p.deaths > 0 and lived_s <= HEALTHY_S
         if was is Phase.STOPPING:
             if code not in (0, 130, 143) and p.pressed < 2:
                 self._end(EXIT_FAILED, f"{p.name} {how} while stopping", p.name)
@@ -247,7 +249,7 @@ class Machine:
                 self._end(EXIT_OK, "the run is finished")
         elif p.expected or self.ending is not None:
             pass
-        elif code >= 0 and (not p.worked or (code == EXIT_BUG and p.deaths and lived_s <= HEALTHY_S)):  # a bug that comes again will go on coming
+        elif 0 <= code < UNREACHED and (not p.worked or again_a_bug):  # it will go on coming
             self._end(code if code in (EXIT_USAGE, EXIT_BUSY) else EXIT_FAILED, f"{p.name} {how}", p.name)
         else:
             self._died(p, how, code, lived_s)

@@ -1,6 +1,7 @@
 """The coordinator's doing: start processes, listen, tell cells what they are, show, stop in order.
 
-Soft state only: whatever it knows comes from the workers' statuses and the buffer's counters. What is said to workers is said again until a status
+Soft state only: whatever it knows comes from the workers' statuses and the buffer's counters; what an earlier coordinator left is taken over as it
+is. What is said to workers is said again until a status
 shows that it was heard; the route table is the answer to every status of a sandbox.
 
 Not here: decisions (machine.py about processes, roles.py about cells).
@@ -13,12 +14,10 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Final, TextIO, assert_never
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, assert_never
 
 import click
 from rich.console import Console
@@ -28,12 +27,12 @@ from gyre.cli import Setup
 from gyre.coord import cells as r
 from gyre.coord import machine as m
 from gyre.coord.known import Knowledge
-from gyre.coord.launch import Plan, cells, start
+from gyre.coord.launch import Plan, cells
+from gyre.coord.launcher import Child, Launcher
 from gyre.coord.level import level
 from gyre.coord.roles import Roles
 from gyre.errors import DeadlineExceeded, GyreError, UsageError
 from gyre.net.sockets import Client, Peer, Server, mint
-from gyre.report.figures import plain
 from gyre.report.live import RunView
 from gyre.rules.named import make_rule, parse_rule
 from gyre.wire.codec import Arrays
@@ -43,9 +42,7 @@ log = logging.getLogger(__name__)
 
 _TICK_S: Final = 0.2
 _DRAW_S: Final = 1.0
-_LOG_TAIL_LINES: Final = 40
-PID: Final = "coord.pid"  # in the run directory, for --reload
-RELOADED: Final = "coord.reloaded"  # what came of the last one
+RELOADED: Final = "coord.reloaded"  # in the run directory: what came of the last one
 _SUBSCRIBE_S: Final = 2.0  # a buffer that was started again knows no subscribers
 
 
@@ -53,16 +50,18 @@ class Coordinator:
     """One run from launch to the last exit."""
 
     def __init__(
-        self, setup: Setup, plans: list[Plan], bind: str, rule: str = "async", reread: Callable[[], list[Plan]] | None = None
+        self, setup: Setup, plans: list[Plan], bind: str, rule: str = "async", reread: Callable[[], list[Plan]] | None = None, adopt: bool = False
     ) -> None:  # fmt: skip
-        """`rule` as `gyre.rules.named` reads it; `reread` gives the plans of the hosts file as it is now, for SIGHUP. Raises `UsageError`."""
+        """`rule` as `gyre.rules.named` reads it; `reread` gives the plans of the hosts file as it is now, for SIGHUP; `adopt`: take over what
+        lives of an earlier coordinator's. Raises `UsageError`."""
         config = setup.config
         self.setup = setup
         self.plans = {p.name: p for p in plans}
         self.bind = bind
         self.logs = setup.run_dir / "logs"
         self.view = RunView(setup.run_id)
-        self.children: dict[str, subprocess.Popen[bytes]] = {}
+        self.launcher = Launcher(setup.run_dir, config.net.ssh, config.net.keys)
+        self.children: dict[str, Child] = {}
         self.peers: dict[str, Peer] = {}
         self._strangers: set[int] = set()
         self.end: m.End | None = None
@@ -80,11 +79,12 @@ class Coordinator:
         self.routes: r.SendRoutes | None = None
         self._reread = reread
         self._buffer: Client | None = None
-        self._notes: set[asyncio.Task[None]] = set()
+        self._adopt = adopt
+        self._loose: set[asyncio.Task[None]] = set()
         self._progress: tuple[object, ...] = ()
 
     async def run(self) -> m.End:
-        """Start everything, and return when everything is gone."""
+        """Start everything, and return when everything is gone. Raises `UsageError`."""
         self.server = Server.bind(
             self.bind, ToCoord, kind="coord", name="coord", run_id=self.setup.run_id, insecure=self.setup.config.net.insecure, keys=self.setup.keys
         )
@@ -93,12 +93,10 @@ class Coordinator:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_reload)
-        (self.setup.run_dir / PID).write_text(f"{os.getpid()}\n")
         serving = asyncio.create_task(self.server.serve(self._on_worker))
         try:
-            for plan in self.plans.values():
-                self.children[plan.name] = start(plan, self.logs)
-                self.view.worker(plan.name, plan.kind, "starting", "", {})
+            for name in self.plans:
+                self._start(name, False)
             if not sys.stderr.isatty():
                 click.echo(f"{len(self.plans)} processes started; their logs are in {self.logs}", err=True)
             buffer = next(p.address for p in self.plans.values() if p.kind == "buffer")
@@ -110,16 +108,13 @@ class Coordinator:
             self._feed_roles(r.Tick())
             await self._until_gone(serving, watching)
             watching.cancel()
-            for note in self._notes:
-                note.cancel()
+            for loose in self._loose:
+                loose.cancel()
             client.close()
         finally:
             serving.cancel()
-            for child in self.children.values():  # only after a bug: whatever still lives must not be left behind
-                if child.poll() is None:
-                    child.kill()
+            await self._kill_all()  # only after a bug: whatever still lives must not be left behind
             self.server.close()
-            (self.setup.run_dir / PID).unlink(missing_ok=True)
         assert self.end is not None
         return self.end
 
@@ -132,13 +127,9 @@ class Coordinator:
         drawn = 0.0
         try:
             while self.end is None:
-                for task in (serving, watching):
-                    if task.done():
+                for task in (serving, watching, *(child.task for child in self.children.values())):
+                    if task.done() and not task.cancelled():
                         task.result()  # a bug there must not go unseen
-                for name, child in list(self.children.items()):
-                    if child.poll() is not None and self.machine.processes[name].phase not in (m.Phase.GONE, m.Phase.WAITING):
-                        self.view.worker(name, self.plans[name].kind, "ended", f"exit code {child.returncode}", {})
-                        self._exited(name, child.returncode)
                 self._feed(m.Tick())
                 self._feed_roles(r.Tick())
                 if live and time.monotonic() >= drawn + _DRAW_S:
@@ -150,8 +141,27 @@ class Coordinator:
                 live.update(self.view.render(), refresh=True)
                 live.stop()
 
+    async def _see(self, child: Child, plan: Plan, again: bool) -> None:
+        """A process from its start, or its adoption, to its end."""
+        code = m.UNREACHED
+        try:
+            if self._adopt and not again:
+                child.pid = await self.launcher.find(plan) or 0
+            if child.pid:
+                log.warning("%s lives, as process %d of %s: taken over", plan.name, child.pid, plan.host.host)
+            else:
+                child.pid = await self.launcher.start(plan, replace=again) or 0
+            if child.pid:
+                code = await self.launcher.follow(plan)
+        except GyreError as e:
+            code = e.exit_code
+            with (self.logs / f"{plan.name}.log").open("a") as file:
+                file.write(f"error: {e}\n")
+        self._exited(plan.name, code)
+
     def _exited(self, name: str, code: int) -> None:
         self.peers.pop(name, None)
+        self.view.worker(name, self.plans[name].kind, "ended", "not reached" if code == m.UNREACHED else f"exit code {code}", {})
         self._feed(m.Exited(name, code))
         if self.plans[name].kind == "train" and self.machine.processes[name].phase is m.Phase.GONE and code == 0:
             self._feed_roles(r.Done(name))
@@ -178,7 +188,7 @@ class Coordinator:
             return
         self.server.send(peer, Ack(id=mint(), cause=message.id))
         plan, child = self.plans.get(peer.name), self.children.get(peer.name)
-        if plan is None or child is None:
+        if plan is None or child is None or not child.pid:
             return
         if peer.pid != child.pid:  # left by an earlier coordinator; what it does is no word of ours
             if peer.pid not in self._strangers:
@@ -232,12 +242,17 @@ class Coordinator:
 
     def _on_signal(self, number: int) -> None:
         if self.machine.ending is not None:
-            for child in self.children.values():
-                if child.poll() is None:
-                    child.kill()
-            os._exit(128 + number)
+            self._aside(self._kill_all(128 + number))
+            return
         click.echo("stopping in order; once more to stop at once", err=True)
         self._feed(m.StopAsked(128 + number))
+
+    async def _kill_all(self, code: int | None = None) -> None:
+        """With a code: and end at once."""
+        lives = [self.plans[name] for name, child in self.children.items() if not child.task.done()]
+        await asyncio.gather(*(self.launcher.signal(plan, signal.SIGKILL) for plan in lives))
+        if code is not None:
+            os._exit(code)
 
     def _on_reload(self) -> None:
         """The answer to whoever sent the signal is left in the run directory."""
@@ -331,7 +346,8 @@ class Coordinator:
         self.peers.pop(name, None)
         if again:
             log.warning("%s is started again", name)
-        self.children[name] = start(plan, self.logs)
+        child = self.children[name] = Child()
+        child.task = asyncio.create_task(self._see(child, plan, again))
         self.view.worker(name, plan.kind, "starting", "again" if again else "", {})
 
     def _note(self, kind: str, fields: dict[str, Any]) -> None:
@@ -346,9 +362,12 @@ class Coordinator:
             except GyreError as e:
                 log.warning("event %s was not logged: %s", kind, e)
 
-        task = asyncio.create_task(send())
-        self._notes.add(task)
-        task.add_done_callback(self._notes.discard)
+        self._aside(send())
+
+    def _aside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._loose.add(task)
+        task.add_done_callback(self._loose.discard)
 
     def _dump(self, names: tuple[str, ...], idle_s: float) -> None:
         """Who does what and who waits for whom, here; stacks, in each process's own log (cli.work has registered the signal)."""
@@ -371,19 +390,13 @@ class Coordinator:
             self.server.send(self.peers[name], Stop(id=mint(), reason=reason))
 
     def _signal(self, name: str, number: signal.Signals) -> None:
-        child = self.children.get(name)
-        if child is not None and child.poll() is None:
-            child.send_signal(number)
+        child, plan = self.children.get(name), self.plans[name]
 
+        async def send(child: Child) -> None:
+            if not await self.launcher.signal(plan, number) and number == signal.SIGKILL and not child.task.done():
+                log.warning("%s cannot be killed, %s is not reached: taken for dead; alone, it ends by itself", name, plan.host.host)
+                child.task.cancel()
+                self._exited(name, m.UNREACHED)
 
-def explain(end: m.End, logs: Path, out: TextIO) -> None:
-    """Say why a run failed: the culprit's own error line if it had one, else the reason and the end of its log, from its last traceback on."""
-    path = logs / f"{end.culprit}.log"
-    lines = path.read_text(errors="replace").splitlines() if end.culprit is not None and path.exists() else []
-    if lines and lines[-1].startswith("error: "):
-        click.echo(f"error: {end.culprit}: {plain(lines[-1].removeprefix('error: '))}", file=out)
-        return
-    first = max((i for i, line in enumerate(lines) if line.startswith("Traceback")), default=len(lines) - _LOG_TAIL_LINES)
-    for line in lines[max(0, first) :][-2 * _LOG_TAIL_LINES :]:
-        click.echo(f"  {end.culprit} | {plain(line)}", file=out)
-    click.echo(f"error: {end.reason}", file=out)
+        if child is not None and not child.task.done():
+            self._aside(send(child))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 
 from gyre import config as configuration
 from gyre.cli import Setup
-from gyre.coord.launch import Plan, start
+from gyre.coord.explain import explain
+from gyre.coord.launch import Plan
 from gyre.coord.machine import End
 from gyre.coord.shell import Coordinator
 from gyre.errors import UsageError
@@ -57,8 +59,8 @@ def plan(name: str, kind: str, code: str, *arguments: str, address: str = "") ->
 
 def see_through(setup: Setup, *plans: Plan) -> End:
     coordinator = Coordinator(setup, list(plans), endpoint(setup.run_dir, "coord"))
-    end: Any = asyncio.run(asyncio.wait_for(coordinator.run(), 25.0))
-    assert all(child.poll() is not None for child in coordinator.children.values())
+    end: Any = asyncio.run(asyncio.wait_for(coordinator.run(), 90.0))
+    assert all(child.task.done() for child in coordinator.children.values())
     return end
 
 
@@ -80,8 +82,12 @@ def test_a_lost_stop_is_said_again(tmp_path: Path) -> None:
 
 
 def test_a_python_that_is_not_there_is_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--cells: box: /no/python cannot be run \(No such file or directory\); mend python="):
-        start(Plan("box", "sandbox", ["/no/python"], {}, ""), tmp_path / "logs")
+    setup = setup_of(tmp_path / "run")
+    box = Plan("box", "sandbox", ["/no/python"], {}, "")
+    buffer = plan("buffer", "buffer", "import time; time.sleep(60)", address=endpoint(setup.run_dir, "buffer"))
+    end, told = see_through(setup, buffer, box), io.StringIO()
+    explain(end, setup.run_dir / "logs", told)
+    assert end.code == 2 and told.getvalue() == "error: box: --cells: /no/python cannot be run; mend python= of that line\n"
 
 
 def test_a_run_that_another_coordinator_has_keeps_its_configuration(tmp_path: Path) -> None:
@@ -112,7 +118,7 @@ async def main():
         worker.status("working", "soon to hang")
         await asyncio.sleep(2.5)
         def waiting_for_godot():
-            time.sleep(8)
+            time.sleep(60)
         waiting_for_godot()
 
 asyncio.run(main())
@@ -121,9 +127,9 @@ asyncio.run(main())
 
 def test_no_progress_dumps_stacks_into_the_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Pains 4: who hangs, and where, is in the logs; the silent process is killed and started again."""
-    setup = setup_of(tmp_path / "run", "run.stall_s=4.5", "net.engine_timeout_s=1.5")
+    setup = setup_of(tmp_path / "run", "run.stall_s=8", "net.engine_timeout_s=1.5")
     box = plan("box", "sandbox", HUNG, endpoint(setup.run_dir, "coord"), setup.run_id)
-    failing = plan("core", "train", "import time; time.sleep(12); raise SystemExit(1)")
+    failing = plan("core", "train", "import time; time.sleep(20); raise SystemExit(1)")
     buffer = plan("buffer", "buffer", "import time; time.sleep(60)", address=endpoint(setup.run_dir, "buffer"))
     assert see_through(setup, buffer, failing, box).culprit == "core"
     assert "waiting_for_godot" in (setup.run_dir / "logs" / "box.log").read_text()
