@@ -18,14 +18,16 @@ from gyre.errors import UsageError
 from gyre.types import LeafClass
 
 RULES: Final[Mapping[str, tuple[str, ...]]] = {
+    "codex": (r"sub-agent tools ^(?!.*spawn_agent).",),
     "opencode": (r"sub-agent tools ^(?!.*\btask\b).",),
     "qwen-code": (r"sub-agent tools ^(?!.*\b(?:agent|task)\b).",),
-    "claude-code": (r"sub-agent tools ^(?!.*\b(?:Agent|Task)\b).",),
+    "claude-code": (r"sub-agent tools ^(?!.*\bWorkflow\b).",),
 }
-"""By the name of a preset. Their sub-agents have tools, but not the one that starts sub-agents."""
+"""By the name of a preset. Their sub-agents have tools, but not the one that starts sub-agents, or workflows of them."""
 
 _CLASSES: Final = [c.value for c in LeafClass]
 _PLACES: Final = ("system", "user", "tools")
+_CLOSED: Final = re.compile(r"</(\w+)>\Z")
 
 
 class Rule(NamedTuple):
@@ -45,6 +47,13 @@ class Origin(NamedTuple):
     n_sampled: int
     told: LeafClass | None = None
     quoted_by: str | None = None
+
+
+def quotable(reply: str) -> str:
+    """What of a reply comes back if it is a summary: all of it, or what stands in the tag that it ends with (some drop an analysis before it)."""
+    end = _CLOSED.search(reply)
+    inside = reply[: end.start()].partition(f"<{end[1]}>")[2].strip() if end else ""
+    return inside or reply
 
 
 def parse_rules(lines: Iterable[str], where: str, key: str) -> tuple[Rule, ...]:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 
 TASK = "Write yes to the file answer."
 SUB_TASK = "Sub-task of ours: print number nine."
 SUB_ANSWER = "Our sub-agent printed number nine, as asked."
 SUMMARY = "Our summary: lines were counted, and yes is still to be written to the file answer."
+TAGGED = {
+    "qwen-code": "<analysis>Ours.</analysis>\n<state_snapshot>\n{}\n</state_snapshot>",
+    "claude-code": "<analysis>Ours.</analysis>\n<summary>\n{}\n</summary>",
+}
+"""How a summary must look, or the harness asks again."""
 TITLE = "A title of ours"
+UP_TO = {"claude-code": 4000}
+"""How far they count, 800 if not named: to that, and three bytes or more per line, a window is filled in six outputs."""
 
 SHELL: Mapping[str, tuple[str, str, dict[str, object]]] = {
     "mini": ("bash", "command", {}),
@@ -20,10 +28,14 @@ SHELL: Mapping[str, tuple[str, str, dict[str, object]]] = {
     "claude-code": ("Bash", "command", {"description": "Ours"}),
 }
 DELEGATE: Mapping[str, tuple[str, dict[str, object]]] = {
+    "codex": ("multi_agent_v1__spawn_agent", {"message": SUB_TASK}),
     "opencode": ("task", {"description": "Ours", "prompt": SUB_TASK, "subagent_type": "general"}),
     "qwen-code": ("agent", {"description": "Ours", "prompt": SUB_TASK, "subagent_type": "general-purpose", "run_in_background": False}),
     "claude-code": ("Agent", {"description": "Ours", "prompt": SUB_TASK, "subagent_type": "general-purpose", "run_in_background": False}),
 }
+
+AGENT = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+"""How a harness names a sub-agent that it has started."""
 
 Say = Callable[[str], str]
 
@@ -88,9 +100,12 @@ def compacting(harness: str) -> Say:
             return TITLE
         last = prompt.rsplit("<|im_start|>user\n", 1)[-1]
         if "summar" in last.lower() and "Counting" in prompt and SUMMARY not in prompt and not last.startswith("<tool_response>"):
-            return SUMMARY
+            return TAGGED.get(harness, "{}").format(SUMMARY)
         if SUMMARY not in prompt and prompt.count("Counting") < 6:
-            return f"Counting {prompt.count('Counting')}." + shell(harness, "seq 1 800")
+            n = prompt.count("Counting")
+            return f"Counting {n}." + shell(
+                harness, f"seq {n + 1} {UP_TO.get(harness, 800)}"
+            )  # another one each time: some end a model that repeats itself
         return _finish(harness, prompt)
 
     return say
@@ -103,6 +118,8 @@ def delegating(harness: str) -> Say:
         if _is_title(prompt):
             return TITLE
         if SUB_ANSWER not in prompt:
+            if harness == "codex" and "Delegating." in prompt:  # to start a sub-agent and to wait for it are two calls
+                return "Waiting." + tool("multi_agent_v1__wait_agent", {"targets": re.findall(AGENT, prompt)[-1:], "timeout_ms": 60_000})
             return "Delegating." + tool(*DELEGATE[harness])
         return _finish(harness, prompt)
 
@@ -112,12 +129,13 @@ def delegating(harness: str) -> Say:
 OURS = (
     TASK, SUB_TASK, SUB_ANSWER, SUMMARY, TITLE, "Notes of ours.", "Now ours.", "Writing.", "All of ours is done.", "Finished, all of it.",
     "First ours.", "Looking.", "Attempt one.", "Attempt two.", "Attempt three.", "Counting", "Ours is nine.",
-    "Delegating.", "echo yes > answer; echo out-$((1+1))", "cat notes.txt; echo out-$((0+1))", "echo out-$((4+5))",
-    "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT", "seq 1 800", "out-",
+    "Delegating.", "Waiting.", "echo yes > answer; echo out-$((1+1))", "cat notes.txt; echo out-$((0+1))", "echo out-$((4+5))",
+    "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT", "out-", *(f"seq {n} {top}" for n in range(1, 7) for top in (800, 4000)),
 )  # fmt: skip
 """All texts that are ours in a harness's requests."""
 
 ARGUMENTS = (
-    "command", "cmd", "description", "is_background", "prompt", "subagent_type", "run_in_background", "nothing", "general", "general-purpose", "Ours",
+    "command", "cmd", "description", "is_background", "prompt", "subagent_type", "run_in_background", "nothing", "message", "targets",
+    "timeout_ms", "general", "general-purpose", "Ours",
 )  # fmt: skip
 """Names and values in the arguments of our tool calls, as they stand in JSON."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from driver import FIRST, a_ticket, check_graph, make_renderer, scripted
+from plays import PLAYS
 from redact import redact
 
 from gyre.sandbox.gateway.endpoint import Endpoint
@@ -19,10 +20,35 @@ from gyre.sandbox.gateway.render import Renderer
 from gyre.sandbox.gateway.session import Limits, Outcome, Session
 from gyre.trajectory.classes import rules_of
 from gyre.trajectory.flatten import flatten
-from gyre.types import CallStatus, Sampling
+from gyre.types import CallStatus, LeafClass, Sampling
 
 RECORDINGS = sorted((Path(__file__).parent / "recordings").glob("*.json.gz"))
 J_MAX = 5
+M, MS, SUB, SIDE = LeafClass.MAIN, LeafClass.MAIN_SUMMARY, LeafClass.SUB_AGENT, LeafClass.SIDE
+CLASSES: dict[str, list[LeafClass]] = {
+    "mini-plain": [M] * 3,
+    "mini-rough": [M] * 5,
+    "pi-plain": [M] * 3,
+    "pi-rough": [M] * 4,
+    "pi-compacting": [*[M] * 4, MS, M, M],
+    "opencode-plain": [SIDE, *[M] * 3],
+    "opencode-rough": [SIDE, *[M] * 4],
+    "opencode-compacting": [SIDE, *[M] * 5, MS, M, M],
+    "opencode-delegating": [SIDE, M, SUB, SUB, M, M],
+    "qwen-code-plain": [M] * 3,
+    "qwen-code-rough": [M] * 3,
+    "qwen-code-compacting": [*[M] * 4, MS, M, M],
+    "qwen-code-delegating": [M, SUB, SUB, SUB, M, M],
+    "codex-plain": [M] * 3,
+    "codex-rough": [M] * 4,
+    "codex-compacting": [*[M] * 5, MS, M, M],
+    "codex-delegating": [M, M, SUB, SUB, M, M],
+    "claude-code-plain": [M] * 3,
+    "claude-code-rough": [M] * 4,
+    "claude-code-compacting": [*[M] * 4, MS, M, M],
+    "claude-code-delegating": [M, SUB, SUB, M, M],
+}
+"""What every call of each recording is."""
 
 
 def rows(file: Path) -> list[tuple[str, Any, str | None]]:
@@ -59,6 +85,7 @@ def test_a_recorded_session(file: Path, tmp_path: Path, renderer: Renderer) -> N
     arrays = outcome.graph.arrays()
     complete = [c for c in outcome.calls if c.status is CallStatus.COMPLETE]
     check_graph(Found(outcome), arrays, prompts)
+    assert [c.leaf_class for c in outcome.calls] == CLASSES[file.name.partition(".")[0]]
     for t in outcome.trajectories:
         flat = flatten(outcome.graph.nodes, t, arrays)
         for span in flat.calls:
@@ -84,6 +111,5 @@ def test_no_word_of_theirs_is_kept(file: Path) -> None:
     assert all(redact(body) == body for _, body, _ in rows(file))
 
 
-def test_all_protocols_are_recorded() -> None:
-    names = {file.name.partition(".")[0] for file in RECORDINGS}
-    assert {f"{h}-{s}" for h in ("mini", "pi", "codex", "claude-code") for s in ("plain", "rough")} <= names
+def test_every_play_is_recorded() -> None:
+    assert {file.name.partition(".")[0] for file in RECORDINGS} == {f"{play.harness}-{play.name}" for play in PLAYS} == set(CLASSES)

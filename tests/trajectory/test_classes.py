@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gyre.errors import UsageError
-from gyre.trajectory.classes import RULES, Origin, classify, parse_rules, rules_of, told
+from gyre.trajectory.classes import RULES, Origin, classify, parse_rules, quotable, rules_of, told
 from gyre.types import LeafClass
 
 MAIN = Origin(b"main", True, 5)
@@ -56,7 +56,10 @@ def test_what_a_rule_says_holds() -> None:
         (RULES["opencode"][0], [], None),
         (RULES["qwen-code"][0], ["agent", "list_agents"], None),
         (RULES["qwen-code"][0], ["list_agents"], LeafClass.SUB_AGENT),
-        (RULES["claude-code"][0], ["Bash", "Agent"], None),
+        (RULES["codex"][0], ["exec_command", "multi_agent_v1__spawn_agent"], None),
+        (RULES["codex"][0], ["exec_command"], LeafClass.SUB_AGENT),
+        (RULES["claude-code"][0], ["Bash", "Agent", "Workflow"], None),
+        (RULES["claude-code"][0], ["Bash", "Agent"], LeafClass.SUB_AGENT),
     ],
 )
 def test_rules(line: str, tools: list[str], expected: LeafClass | None) -> None:
@@ -74,3 +77,16 @@ def test_a_runs_own_rules_come_first() -> None:
 def test_bad_rules_are_one_line(line: str) -> None:
     with pytest.raises(UsageError, match=r"run\.toml: trajectory\.leaf_rules: .*; "):
         rules_of("", [line])
+
+
+@pytest.mark.parametrize(
+    ("reply", "part"),
+    [
+        ("All is well.", "All is well."),
+        ("<analysis>a</analysis>\n<summary>\n One <b>two</b>.\n</summary>", "One <b>two</b>."),
+        ("<summary></summary>", "<summary></summary>"),
+        ("ends with </summary>", "ends with </summary>"),
+    ],
+)
+def test_what_comes_back_of_a_summary_is_what_stands_in_its_tag(reply: str, part: str) -> None:
+    assert quotable(reply) == part

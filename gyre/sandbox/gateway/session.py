@@ -31,7 +31,7 @@ from gyre.sandbox.gateway.protocol import Answer, Ask
 from gyre.sandbox.gateway.render import Before, Rendered, Renderer, Reply, Shown
 from gyre.sandbox.gateway.route import Completion, ContextFull, Job, Router
 from gyre.sandbox.gateway.template import TooLong
-from gyre.trajectory.classes import Origin, Rule, classify, told
+from gyre.trajectory.classes import Origin, Rule, classify, quotable, told
 from gyre.trajectory.graph import Exported, PrefixGraph
 from gyre.trajectory.match import Conversation, Match, Matcher, Memory, Message, fingerprint
 from gyre.trajectory.select import LeftOut, left_out, select
@@ -301,7 +301,7 @@ class Session:
         self._finish(call, CallStatus.COMPLETE, completion.finish if reason != "tool_calls" else reason)
         if ids:
             call.ended = self._ends_turn(ids, completion.finish)
-            said = "" if "tool_calls" in message else message["content"].strip()
+            said = "" if "tool_calls" in message else quotable(message["content"].strip())
             call.said = said if len(said) >= _QUOTE_CHARS else ""
             self._matcher.record(call.call_id, end, message)
         n_reasoning = self._renderer.count_reasoning(ids) if call.reasons else 0
