@@ -93,7 +93,8 @@ def classify(origins: Mapping[str, Origin]) -> dict[str, LeafClass]:
     What a rule says, holds. Of the other calls, `main` is the first family (system prompt and tools) that has tools and more than one call:
     sub-agents are started by it, titles have no tools. Where there is none, it is the one with the most calls; among equals with the most sampled
     tokens, then the earliest. A family of one call without tools, where the main one has tools, is a side call. All others are sub-agents. A call
-    whose reply stands as text in a later request that is no side call is a summary: the main agent's or a sub-agent's, as that request is.
+    whose reply stands as text in a later request that is no side call is a summary: the main agent's or a sub-agent's, as that request is. (This
+    holds for calls that a rule gives to the same agent: rules do not tell an agent from its summaries.)
     """
     calls: Counter[bytes] = Counter()
     tokens: Counter[bytes] = Counter()
@@ -120,7 +121,7 @@ def classify(origins: Mapping[str, Origin]) -> dict[str, LeafClass]:
             classes[call_id] = LeafClass.SUB_AGENT
     for call_id, origin in reversed(list(origins.items())):  # those quoted by a summary come before it
         quoting = classes.get(origin.quoted_by or "", LeafClass.SIDE)
-        if origin.told is None and quoting is not LeafClass.SIDE:
-            main_like = quoting in (LeafClass.MAIN, LeafClass.MAIN_SUMMARY)
+        main_like = quoting in (LeafClass.MAIN, LeafClass.MAIN_SUMMARY)
+        if quoting is not LeafClass.SIDE and origin.told in (None, LeafClass.MAIN if main_like else LeafClass.SUB_AGENT):
             classes[call_id] = LeafClass.MAIN_SUMMARY if main_like else LeafClass.SUB_AGENT_SUMMARY
     return classes

@@ -33,11 +33,13 @@ def _all() -> list[Play]:
     for harness in scenarios.SHELL:
         plays.append(Play(harness, "plain", scenarios.plain(harness)))
         plays.append(Play(harness, "rough", scenarios.malformed(harness), _rough))
+        keys = {"context": CONTEXT.get(harness), "max_tokens": 1024}
         if harness in CONTEXT:
-            keys = {"context": CONTEXT[harness], "max_tokens": 1024}
             plays.append(Play(harness, "compacting", scenarios.compacting(harness), keys=keys, least=frozenset(["main", "main-summary"])))
         if harness in scenarios.DELEGATE:
-            plays.append(Play(harness, "delegating", scenarios.delegating(harness), least=frozenset(["main", "sub-agent"])))
+            least = frozenset(["main", "sub-agent"])
+            plays.append(Play(harness, "delegating", scenarios.delegating(harness), least=least))
+            plays.append(Play(harness, "deep", scenarios.delegating(harness, deep=True), keys=keys, least=least | {"sub-agent-summary"}))
     return plays
 
 

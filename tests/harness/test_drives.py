@@ -82,6 +82,12 @@ def test_sub_agents(play: Play, tmp_path: Path) -> None:
     assert any(t.leaf_class is LeafClass.SUB_AGENT for t in drove.ended.message.trajectories)
 
 
+@of("deep")
+def test_compaction_of_a_sub_agent(play: Play, tmp_path: Path) -> None:
+    drove = drive_checked(play, tmp_path)
+    assert any(t.leaf_class is LeafClass.SUB_AGENT_SUMMARY for t in drove.ended.message.trajectories)
+
+
 @pytest.mark.parametrize("harness", ["pi"])
 def test_executions_of_a_task_begin_with_the_same_prompt(harness: str, tmp_path: Path) -> None:
     """Working directory, home, host name and date are the same: prefixes can be shared between executions."""

@@ -24,7 +24,7 @@ from gyre.types import CallStatus, LeafClass, Sampling
 
 RECORDINGS = sorted((Path(__file__).parent / "recordings").glob("*.json.gz"))
 J_MAX = 5
-M, MS, SUB, SIDE = LeafClass.MAIN, LeafClass.MAIN_SUMMARY, LeafClass.SUB_AGENT, LeafClass.SIDE
+M, MS, SUB, SS, SIDE = LeafClass.MAIN, LeafClass.MAIN_SUMMARY, LeafClass.SUB_AGENT, LeafClass.SUB_AGENT_SUMMARY, LeafClass.SIDE
 CLASSES: dict[str, list[LeafClass]] = {
     "mini-plain": [M] * 3,
     "mini-rough": [M] * 5,
@@ -35,18 +35,22 @@ CLASSES: dict[str, list[LeafClass]] = {
     "opencode-rough": [SIDE, *[M] * 4],
     "opencode-compacting": [SIDE, *[M] * 5, MS, M, M],
     "opencode-delegating": [SIDE, M, SUB, SUB, M, M],
+    "opencode-deep": [SIDE, M, *[SUB] * 7, SS, SUB, SUB, M, M],
     "qwen-code-plain": [M] * 3,
     "qwen-code-rough": [M] * 3,
     "qwen-code-compacting": [*[M] * 4, MS, M, M],
-    "qwen-code-delegating": [M, SUB, SUB, SUB, M, M],
+    "qwen-code-delegating": [M, SUB, SUB, M, M],
+    "qwen-code-deep": [M, *[SUB] * 9, SS, SUB, SUB, M, M],
     "codex-plain": [M] * 3,
     "codex-rough": [M] * 4,
     "codex-compacting": [*[M] * 5, MS, M, M],
     "codex-delegating": [M, M, SUB, SUB, M, M],
+    "codex-deep": [M, M, *[SUB] * 8, SS, SUB, SUB, M, M],
     "claude-code-plain": [M] * 3,
     "claude-code-rough": [M] * 4,
     "claude-code-compacting": [*[M] * 4, MS, M, M],
     "claude-code-delegating": [M, SUB, SUB, M, M],
+    "claude-code-deep": [M, *[SUB] * 7, SS, SUB, SUB, M, M],
 }
 """What every call of each recording is."""
 

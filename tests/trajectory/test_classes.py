@@ -40,6 +40,10 @@ def test_a_summary_is_one_whose_text_was_adopted() -> None:
 
 
 def test_what_a_rule_says_holds() -> None:
+    """But it does not tell an agent from its summaries, which may have its tools."""
+    sub = Origin(b"sub", True, 9, told=LeafClass.SUB_AGENT)
+    inside = {"m": MAIN, "s1": sub._replace(quoted_by="s2"), "s2": sub._replace(quoted_by="n"), "n": MAIN}
+    assert [classify(inside)[c] for c in ("s1", "s2")] == [LeafClass.SUB_AGENT_SUMMARY, LeafClass.SUB_AGENT]
     busy = {"m": MAIN, **{f"s{i}": Origin(b"sub", True, 9, told=LeafClass.SUB_AGENT) for i in range(5)}}
     assert classify(busy)["m"] is LeafClass.MAIN and classify(busy)["s4"] is LeafClass.SUB_AGENT
 
