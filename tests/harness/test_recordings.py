@@ -18,6 +18,7 @@ from gyre.sandbox.gateway.endpoint import Endpoint
 from gyre.sandbox.gateway.http import Request
 from gyre.sandbox.gateway.render import Renderer
 from gyre.sandbox.gateway.session import Limits, Outcome, Session
+from gyre.sandbox.harness.presets import PRESETS
 from gyre.trajectory.classes import rules_of
 from gyre.trajectory.flatten import flatten
 from gyre.types import CallStatus, LeafClass, Sampling
@@ -28,6 +29,7 @@ M, MS, SUB, SS, SIDE = LeafClass.MAIN, LeafClass.MAIN_SUMMARY, LeafClass.SUB_AGE
 CLASSES: dict[str, list[LeafClass]] = {
     "mini-plain": [M] * 3,
     "mini-rough": [M] * 5,
+    "mini-full": [M] * 4,
     "pi-plain": [M] * 3,
     "pi-rough": [M] * 4,
     "pi-compacting": [*[M] * 4, MS, M, M],
@@ -97,9 +99,11 @@ def test_a_recorded_session(file: Path, tmp_path: Path, renderer: Renderer) -> N
             assert flat.token_ids[span.start : span.end].tolist() == drawn
     trained = sum(t.n_trainable for t in outcome.trajectories)
     total = trained + outcome.left_out.tokens
-    assert 0 < total <= sum(c.n_completion for c in complete)
-    print(f"{file.name}: {trained} of {total} trainable tokens with J_max {J_MAX}, {sum(c.n_completion for c in complete)} sampled")
+    sampled = sum(c.n_completion for c in complete)
+    assert 0 < total <= sampled
+    print(f"{file.name}: {trained} of {total} trainable tokens with J_max {J_MAX}, {sampled} sampled")
     assert trained >= 0.95 * total
+    assert documented()[file.name.partition(".")[0]] == f"{len(outcome.calls)}: {trained} of {sampled}"
     assert FIRST.step == 0  # what check_graph looks for
 
 
@@ -115,5 +119,20 @@ def test_no_word_of_theirs_is_kept(file: Path) -> None:
     assert all(redact(body) == body for _, body, _ in rows(file))
 
 
-def test_every_play_is_recorded() -> None:
-    assert {file.name.partition(".")[0] for file in RECORDINGS} == {f"{play.harness}-{play.name}" for play in PLAYS} == set(CLASSES)
+def documented() -> dict[str, str]:
+    """The cells of the table in docs/harness.md, by recording."""
+    lines = (Path(__file__).parents[2] / "docs" / "harness.md").read_text().splitlines()
+    cells = {}
+    for preset in PRESETS.values():
+        row = next(line for line in lines if line.startswith(f"| `{preset.name}` {preset.version} |"))
+        columns = ("plain", "rough", "full" if preset.name == "mini" else "compacting", "delegating", "deep")
+        for column, cell in zip(columns, row.strip("|").split("|")[1:], strict=True):
+            cells[f"{preset.name}-{column}"] = cell.strip()
+    return cells
+
+
+def test_every_play_is_recorded_and_documented() -> None:
+    """What has no recording has a reason."""
+    recorded = {file.name.partition(".")[0] for file in RECORDINGS}
+    assert recorded == {f"{play.harness}-{play.name}" for play in PLAYS} == set(CLASSES)
+    assert recorded == {name for name, cell in documented().items() if not cell.startswith("none")}
