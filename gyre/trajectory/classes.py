@@ -92,11 +92,12 @@ def classify(origins: Mapping[str, Origin]) -> dict[str, LeafClass]:
 
     What a rule says, holds. Of the other calls, `main` is the first family (system prompt and tools) that has tools and more than one call:
     sub-agents are started by it, titles have no tools. Where there is none, it is the one with the most calls; among equals with the most sampled
-    tokens, then the earliest. A family of one call without tools, where the main one has tools, is a side call. All others are sub-agents. A call
-    whose reply stands as text in a later request that is no side call is a summary: the main agent's or a sub-agent's, as that request is. (This
-    holds for calls that a rule gives to the same agent: rules do not tell an agent from its summaries.)
+    tokens, then the earliest. A family of one call without tools (summaries aside), where the main one has tools, is a side call. All others are
+    sub-agents. A call whose reply stands as text in a later request that is no side call is a summary: the main agent's or a sub-agent's, as that
+    request is. (This holds for calls that a rule gives to the same agent: rules do not tell an agent from its summaries.)
     """
     calls: Counter[bytes] = Counter()
+    adopted = Counter(origin.family for origin in origins.values() if origin.told is None and origin.quoted_by)
     tokens: Counter[bytes] = Counter()
     with_tools: set[bytes] = set()
     for origin in origins.values():
@@ -115,7 +116,7 @@ def classify(origins: Mapping[str, Origin]) -> dict[str, LeafClass]:
             classes[call_id] = origin.told
         elif family == main:
             classes[call_id] = LeafClass.MAIN
-        elif calls[family] == 1 and family not in with_tools and main in with_tools:
+        elif calls[family] - adopted[family] == 1 and family not in with_tools and main in with_tools:
             classes[call_id] = LeafClass.SIDE
         else:
             classes[call_id] = LeafClass.SUB_AGENT

@@ -31,6 +31,8 @@ def test_a_summary_is_one_whose_text_was_adopted() -> None:
     asked = Origin(b"sum", False, 9)
     assert classify({"m": MAIN, "c": asked, "n": MAIN})["c"] is LeafClass.SIDE
     assert classify({"m": MAIN, "c": asked._replace(quoted_by="n"), "n": MAIN})["c"] is LeafClass.MAIN_SUMMARY
+    again = {"m": MAIN, "c": asked._replace(quoted_by="n"), "n": MAIN, "d": asked}
+    assert [classify(again)[c] for c in "cd"] == [LeafClass.MAIN_SUMMARY, LeafClass.SIDE], "the last one came to nothing"
     inside = {"m": MAIN, "k": MAIN, "s": Origin(b"sub", True, 1), "c": asked._replace(quoted_by="r"), "r": Origin(b"sub", True, 1)}
     assert classify(inside)["c"] is LeafClass.SUB_AGENT_SUMMARY
     twice = {"m": MAIN, "c": asked._replace(quoted_by="d"), "d": Origin(b"more", False, 9, quoted_by="n"), "n": MAIN}
