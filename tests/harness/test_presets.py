@@ -24,7 +24,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for preset in [NODE, *PRESETS.values()]:
         install.place(preset).mkdir(parents=True)
         python = "/usr/bin/env" if preset.registry == "pypi" else ""
-        mark = install.Installed(name=preset.name, version=preset.version, bytes=1, python=python)
+        mark = install.Installed(bytes=1, python=python)
         (install.place(preset) / "gyre.json").write_bytes(msgspec.json.encode(mark))
     return tmp_path
 
