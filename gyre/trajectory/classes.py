@@ -18,14 +18,16 @@ from gyre.errors import UsageError
 from gyre.types import LeafClass
 
 RULES: Final[Mapping[str, tuple[str, ...]]] = {
+    "codex": (r"sub-agent tools ^(?!.*spawn_agent).",),
     "opencode": (r"sub-agent tools ^(?!.*\btask\b).",),
     "qwen-code": (r"sub-agent tools ^(?!.*\b(?:agent|task)\b).",),
-    "claude-code": (r"sub-agent tools ^(?!.*\b(?:Agent|Task)\b).",),
+    "claude-code": (r"sub-agent tools ^(?!.*\bWorkflow\b).",),
 }
-"""By the name of a preset. Their sub-agents have tools, but not the one that starts sub-agents."""
+"""By the name of a preset. Their sub-agents have tools, but not the one that starts sub-agents, or workflows of them."""
 
 _CLASSES: Final = [c.value for c in LeafClass]
 _PLACES: Final = ("system", "user", "tools")
+_CLOSED: Final = re.compile(r"</(\w+)>\Z")
 
 
 class Rule(NamedTuple):
@@ -45,6 +47,13 @@ class Origin(NamedTuple):
     n_sampled: int
     told: LeafClass | None = None
     quoted_by: str | None = None
+
+
+def quotable(reply: str) -> str:
+    """What of a reply comes back if it is a summary: all of it, or what stands in the tag that it ends with (some drop an analysis before it)."""
+    end = _CLOSED.search(reply)
+    inside = reply[: end.start()].partition(f"<{end[1]}>")[2].strip() if end else ""
+    return inside or reply
 
 
 def parse_rules(lines: Iterable[str], where: str, key: str) -> tuple[Rule, ...]:
@@ -83,10 +92,12 @@ def classify(origins: Mapping[str, Origin]) -> dict[str, LeafClass]:
 
     What a rule says, holds. Of the other calls, `main` is the first family (system prompt and tools) that has tools and more than one call:
     sub-agents are started by it, titles have no tools. Where there is none, it is the one with the most calls; among equals with the most sampled
-    tokens, then the earliest. A family of one call without tools, where the main one has tools, is a side call. All others are sub-agents. A call
-    whose reply stands as text in a later request that is no side call is a summary: the main agent's or a sub-agent's, as that request is.
+    tokens, then the earliest. A family of one call without tools (summaries aside), where the main one has tools, is a side call. All others are
+    sub-agents. A call whose reply stands as text in a later request that is no side call is a summary: the main agent's or a sub-agent's, as that
+    request is. (This holds for calls that a rule gives to the same agent: rules do not tell an agent from its summaries.)
     """
     calls: Counter[bytes] = Counter()
+    adopted = Counter(origin.family for origin in origins.values() if origin.told is None and origin.quoted_by)
     tokens: Counter[bytes] = Counter()
     with_tools: set[bytes] = set()
     for origin in origins.values():
@@ -105,13 +116,13 @@ def classify(origins: Mapping[str, Origin]) -> dict[str, LeafClass]:
             classes[call_id] = origin.told
         elif family == main:
             classes[call_id] = LeafClass.MAIN
-        elif calls[family] == 1 and family not in with_tools and main in with_tools:
+        elif calls[family] - adopted[family] == 1 and family not in with_tools and main in with_tools:
             classes[call_id] = LeafClass.SIDE
         else:
             classes[call_id] = LeafClass.SUB_AGENT
     for call_id, origin in reversed(list(origins.items())):  # those quoted by a summary come before it
         quoting = classes.get(origin.quoted_by or "", LeafClass.SIDE)
-        if origin.told is None and quoting is not LeafClass.SIDE:
-            main_like = quoting in (LeafClass.MAIN, LeafClass.MAIN_SUMMARY)
+        main_like = quoting in (LeafClass.MAIN, LeafClass.MAIN_SUMMARY)
+        if quoting is not LeafClass.SIDE and origin.told in (None, LeafClass.MAIN if main_like else LeafClass.SUB_AGENT):
             classes[call_id] = LeafClass.MAIN_SUMMARY if main_like else LeafClass.SUB_AGENT_SUMMARY
     return classes

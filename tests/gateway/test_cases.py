@@ -298,12 +298,16 @@ def test_a_sub_agent_has_its_own_root_and_a_title_has_no_weight(tell: Any, agent
         found = (await s.ask(helper)).text  # c4
         a.tool(said.calls[0][0], found)
         await s.ask(a)  # c5
+        fresh = agent()
+        fresh.user(f"So far: {found}")
+        await s.ask(fresh)  # c6
         e = await s.end()
-        assert e.trained == {"c2", "c3", "c4", "c5"} and e.calls["c1"].leaf_class is LeafClass.SIDE
+        assert e.trained == {"c2", "c3", "c4", "c5", "c6"} and e.calls["c1"].leaf_class is LeafClass.SIDE
+        assert e.calls["c4"].leaf_class is LeafClass.SUB_AGENT, "it was an answer before it was repeated"
         assert e.continues("c4", "c3") and e.continues("c5", "c2") and not e.continues("c3", "c2")
         assert {t.leaf_class for t in e.outcome.trajectories} == {LeafClass.MAIN, LeafClass.SUB_AGENT}
 
-    tell(story, "A title", CALL % "delegate", CALL % "inner", "it is all right", "done")
+    tell(story, "A title", CALL % "delegate", CALL % "inner", "it is all right with the file a", "done", "done")
 
 
 @EACH

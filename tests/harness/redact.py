@@ -9,7 +9,7 @@ import re
 from hashlib import blake2b
 from typing import Any
 
-from scenarios import ARGUMENTS, OURS
+from scenarios import AGENT, ARGUMENTS, OURS
 
 _NAMED = frozenset(
     [
@@ -39,8 +39,8 @@ _NAMED = frozenset(
 _DROPPED = frozenset(("metadata", "client_metadata", "prompt_cache_key", "user"))
 _DROPPED_OF_TOOLS = frozenset(("description", "$schema", "format", "pattern", "examples", "definition"))
 _MARK = re.compile(r"‹[0-9a-f]{12}›")
-_WORDS = [*(f'"{word}"' for word in ARGUMENTS), *OURS]
-_KEEP = re.compile("|".join([_MARK.pattern, *(re.escape(word) for word in sorted(_WORDS, key=len, reverse=True)), r"\b(?:true|false)\b"]))
+_WORDS = [*(f'"{word}"' for word in ARGUMENTS), *OURS, "x-anthropic-billing-header:"]
+_KEEP = re.compile("|".join([_MARK.pattern, AGENT, *(re.escape(word) for word in sorted(_WORDS, key=len, reverse=True)), r"\b(?:true|false)\b"]))
 
 
 def _mark(text: str) -> str:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 
 TASK = "Write yes to the file answer."
 SUB_TASK = "Sub-task of ours: print number nine."
 SUB_ANSWER = "Our sub-agent printed number nine, as asked."
 SUMMARY = "Our summary: lines were counted, and yes is still to be written to the file answer."
+SUB_SUMMARY = "Our summary of the sub-task: lines were counted, and number nine is still to be printed."
+TAGGED = {
+    "qwen-code": "<analysis>Ours.</analysis>\n<state_snapshot>\n{}\n</state_snapshot>",
+    "claude-code": "<analysis>Ours.</analysis>\n<summary>\n{}\n</summary>",
+}
+"""How a summary must look, or the harness asks again."""
 TITLE = "A title of ours"
+COUNTS = 12
+UP_TO = {"claude-code": 4000}
+"""How far they count, 800 if not named."""
 
 SHELL: Mapping[str, tuple[str, str, dict[str, object]]] = {
     "mini": ("bash", "command", {}),
@@ -20,10 +30,14 @@ SHELL: Mapping[str, tuple[str, str, dict[str, object]]] = {
     "claude-code": ("Bash", "command", {"description": "Ours"}),
 }
 DELEGATE: Mapping[str, tuple[str, dict[str, object]]] = {
+    "codex": ("multi_agent_v1__spawn_agent", {"message": SUB_TASK}),
     "opencode": ("task", {"description": "Ours", "prompt": SUB_TASK, "subagent_type": "general"}),
     "qwen-code": ("agent", {"description": "Ours", "prompt": SUB_TASK, "subagent_type": "general-purpose", "run_in_background": False}),
     "claude-code": ("Agent", {"description": "Ours", "prompt": SUB_TASK, "subagent_type": "general-purpose", "run_in_background": False}),
 }
+
+AGENT = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+"""How a harness names a sub-agent that it has started."""
 
 Say = Callable[[str], str]
 
@@ -80,29 +94,36 @@ def malformed(harness: str) -> Say:
     return say
 
 
-def compacting(harness: str) -> Say:
-    """Outputs of 4,000 tokens until the harness asks for a summary, at most six times."""
+def _count(harness: str, prompt: str, summary: str) -> str:
+    """Long outputs, each another since some harnesses end a model that repeats itself, until a summary is asked for; "" when one was given."""
+    last = prompt.rsplit("<|im_start|>user\n", 1)[-1]
+    n = prompt.count("Counting")
+    if summary in prompt or n == COUNTS:
+        return ""
+    if n and "summar" in last.lower() and not last.startswith("<tool_response>"):
+        return TAGGED.get(harness, "{}").format(summary)
+    return f"Counting {n}." + shell(harness, f"seq {n + 1} {UP_TO.get(harness, 800)}")
 
+
+def compacting(harness: str) -> Say:
     def say(prompt: str) -> str:
-        if _is_title(prompt):
-            return TITLE
-        last = prompt.rsplit("<|im_start|>user\n", 1)[-1]
-        if "summar" in last.lower() and "Counting" in prompt and SUMMARY not in prompt and not last.startswith("<tool_response>"):
-            return SUMMARY
-        if SUMMARY not in prompt and prompt.count("Counting") < 6:
-            return f"Counting {prompt.count('Counting')}." + shell(harness, "seq 1 800")
-        return _finish(harness, prompt)
+        return TITLE if _is_title(prompt) else _count(harness, prompt, SUMMARY) or _finish(harness, prompt)
 
     return say
 
 
-def delegating(harness: str) -> Say:
+def delegating(harness: str, *, deep: bool = False) -> Say:
+    """A sub-agent; `deep`: whose own context is compacted."""
+
     def say(prompt: str) -> str:
-        if SUB_TASK in prompt and TASK not in prompt and "Tools: " in prompt:
-            return SUB_ANSWER if "out-9" in prompt else "Ours is nine." + shell(harness, "echo out-$((4+5))")
         if _is_title(prompt):
             return TITLE
+        if TASK not in prompt:  # the sub-agent
+            counting = _count(harness, prompt, SUB_SUMMARY) if deep else ""
+            return counting or (SUB_ANSWER if "out-9" in prompt else "Ours is nine." + shell(harness, "echo out-$((4+5))"))
         if SUB_ANSWER not in prompt:
+            if harness == "codex" and "Delegating." in prompt:  # to start a sub-agent and to wait for it are two calls
+                return "Waiting." + tool("multi_agent_v1__wait_agent", {"targets": re.findall(AGENT, prompt)[-1:], "timeout_ms": 60_000})
             return "Delegating." + tool(*DELEGATE[harness])
         return _finish(harness, prompt)
 
@@ -110,14 +131,16 @@ def delegating(harness: str) -> Say:
 
 
 OURS = (
-    TASK, SUB_TASK, SUB_ANSWER, SUMMARY, TITLE, "Notes of ours.", "Now ours.", "Writing.", "All of ours is done.", "Finished, all of it.",
+    TASK, SUB_TASK, SUB_ANSWER, SUMMARY, SUB_SUMMARY, TITLE,
+    "Notes of ours.", "Now ours.", "Writing.", "All of ours is done.", "Finished, all of it.",
     "First ours.", "Looking.", "Attempt one.", "Attempt two.", "Attempt three.", "Counting", "Ours is nine.",
-    "Delegating.", "echo yes > answer; echo out-$((1+1))", "cat notes.txt; echo out-$((0+1))", "echo out-$((4+5))",
-    "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT", "seq 1 800", "out-",
+    "Delegating.", "Waiting.", "echo yes > answer; echo out-$((1+1))", "cat notes.txt; echo out-$((0+1))", "echo out-$((4+5))",
+    "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT", "out-", *(f"seq {n} {top}" for n in range(1, COUNTS + 1) for top in (800, 4000)),
 )  # fmt: skip
 """All texts that are ours in a harness's requests."""
 
 ARGUMENTS = (
-    "command", "cmd", "description", "is_background", "prompt", "subagent_type", "run_in_background", "nothing", "general", "general-purpose", "Ours",
+    "command", "cmd", "description", "is_background", "prompt", "subagent_type", "run_in_background", "nothing", "message", "targets",
+    "timeout_ms", "general", "general-purpose", "Ours",
 )  # fmt: skip
 """Names and values in the arguments of our tool calls, as they stand in JSON."""

@@ -15,7 +15,7 @@ from plays import PLAYS, Play
 
 from gyre.sandbox.harness import install
 from gyre.sandbox.harness.presets import NODE, PRESETS
-from gyre.types import Ending, LeafClass
+from gyre.types import LeafClass
 
 REQUIRED = os.environ.get("GYRE_REQUIRE", "").split(",")
 EVERYWHERE = ("mini", "pi", "codex")
@@ -37,7 +37,7 @@ def drive_checked(play: Play, tmp_path: Path) -> Drive:
     need(play.harness)
     drove = drive(tmp_path, f"preset:{play.harness}", play.say, fault=play.fault, **play.keys)
     message = drove.ended.message
-    assert (message.ending, message.reward) == (Ending.FINISHED, 1.0), (message.detail, drove.output[-2000:])
+    assert (message.ending, message.reward) == play.end, (message.detail, drove.output[-2000:])
     check_graph(message, drove.ended.arrays, drove.prompts)
     classes = {c.leaf_class.value for c in drove.calls}
     assert play.least <= classes, classes
@@ -76,10 +76,23 @@ def test_compaction(play: Play, tmp_path: Path) -> None:
     assert any(t.leaf_class is LeafClass.MAIN_SUMMARY for t in drove.ended.message.trajectories)
 
 
+@of("full")
+def test_a_full_context_ends_one_that_does_not_compact(play: Play, tmp_path: Path) -> None:
+    """What it did until then is trained."""
+    drove = drive_checked(play, tmp_path)
+    assert drove.coverage()[0] == drove.coverage()[1]
+
+
 @of("delegating")
 def test_sub_agents(play: Play, tmp_path: Path) -> None:
     drove = drive_checked(play, tmp_path)
     assert any(t.leaf_class is LeafClass.SUB_AGENT for t in drove.ended.message.trajectories)
+
+
+@of("deep")
+def test_compaction_of_a_sub_agent(play: Play, tmp_path: Path) -> None:
+    drove = drive_checked(play, tmp_path)
+    assert any(t.leaf_class is LeafClass.SUB_AGENT_SUMMARY for t in drove.ended.message.trajectories)
 
 
 @pytest.mark.parametrize("harness", ["pi"])

@@ -24,7 +24,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for preset in [NODE, *PRESETS.values()]:
         install.place(preset).mkdir(parents=True)
         python = "/usr/bin/env" if preset.registry == "pypi" else ""
-        mark = install.Installed(name=preset.name, version=preset.version, bytes=1, python=python)
+        mark = install.Installed(bytes=1, python=python)
         (install.place(preset) / "gyre.json").write_bytes(msgspec.json.encode(mark))
     return tmp_path
 
@@ -32,7 +32,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_told_its_model_and_its_limits(cached: Path, name: str, tmp_path: Path) -> None:
     """No placeholder is left but the instruction; all of it is bound read-only."""
-    config = Config(rollout=Rollout(context=12345, max_tokens=678), sandbox=Sandbox(harness=f"preset:{name}", models=("M1",)))
+    config = Config(rollout=Rollout(context=123456, max_tokens=678), sandbox=Sandbox(harness=f"preset:{name}", models=("M1",)))
     made = launch(config)
     made.write_files(tmp_path / "home")
     files = {str(f.relative_to(tmp_path / "home")): f.read_text() for f in (tmp_path / "home").rglob("*") if f.is_file()}
@@ -52,6 +52,12 @@ def test_limits_are_raised_to_what_a_preset_needs_and_never_lowered(cached: Path
     assert (raised.memory_mb, raised.pids, raised.tmp_mb, raised.output_kb) == (2048, 9999, 256, 3)
     plain = launch(Config(sandbox=Sandbox(harness="sh -c 'x y'")))
     assert plain.words("-") == ["sh", "-c", "x y"] and not plain.tcp and plain.limits(Limits(memory_mb=16)).memory_mb == 16
+
+
+def test_a_context_in_which_it_would_compact_for_ever_is_refused(cached: Path) -> None:
+    few = Config(rollout=Rollout(context=32_768), sandbox=Sandbox(harness="preset:qwen-code"))
+    with pytest.raises(UsageError, match=r"rollout\.context: 32768 is too little for qwen-code; give 50000 or more"):
+        launch(few)
 
 
 @pytest.mark.parametrize(

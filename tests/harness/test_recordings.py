@@ -11,18 +11,50 @@ from typing import Any
 
 import pytest
 from driver import FIRST, a_ticket, check_graph, make_renderer, scripted
+from plays import PLAYS
 from redact import redact
 
 from gyre.sandbox.gateway.endpoint import Endpoint
 from gyre.sandbox.gateway.http import Request
 from gyre.sandbox.gateway.render import Renderer
 from gyre.sandbox.gateway.session import Limits, Outcome, Session
+from gyre.sandbox.harness.presets import PRESETS
 from gyre.trajectory.classes import rules_of
 from gyre.trajectory.flatten import flatten
-from gyre.types import CallStatus, Sampling
+from gyre.types import CallStatus, LeafClass, Sampling
 
 RECORDINGS = sorted((Path(__file__).parent / "recordings").glob("*.json.gz"))
 J_MAX = 5
+M, MS, SUB, SS, SIDE = LeafClass.MAIN, LeafClass.MAIN_SUMMARY, LeafClass.SUB_AGENT, LeafClass.SUB_AGENT_SUMMARY, LeafClass.SIDE
+CLASSES: dict[str, list[LeafClass]] = {
+    "mini-plain": [M] * 3,
+    "mini-rough": [M] * 5,
+    "mini-full": [M] * 4,
+    "pi-plain": [M] * 3,
+    "pi-rough": [M] * 4,
+    "pi-compacting": [*[M] * 4, MS, M, M],
+    "opencode-plain": [SIDE, *[M] * 3],
+    "opencode-rough": [SIDE, *[M] * 4],
+    "opencode-compacting": [SIDE, *[M] * 5, MS, M, M],
+    "opencode-delegating": [SIDE, M, SUB, SUB, M, M],
+    "opencode-deep": [SIDE, M, *[SUB] * 7, SS, SUB, SUB, M, M],
+    "qwen-code-plain": [M] * 3,
+    "qwen-code-rough": [M] * 3,
+    "qwen-code-compacting": [*[M] * 4, MS, M, M],
+    "qwen-code-delegating": [M, SUB, SUB, M, M],
+    "qwen-code-deep": [M, *[SUB] * 9, SS, SUB, SUB, M, M],
+    "codex-plain": [M] * 3,
+    "codex-rough": [M] * 4,
+    "codex-compacting": [*[M] * 5, MS, M, M],
+    "codex-delegating": [M, M, SUB, SUB, M, M],
+    "codex-deep": [M, M, *[SUB] * 8, SS, SUB, SUB, M, M],
+    "claude-code-plain": [M] * 3,
+    "claude-code-rough": [M] * 4,
+    "claude-code-compacting": [*[M] * 4, MS, M, M],
+    "claude-code-delegating": [M, SUB, SUB, M, M],
+    "claude-code-deep": [M, *[SUB] * 7, SS, SUB, SUB, M, M],
+}
+"""What every call of each recording is."""
 
 
 def rows(file: Path) -> list[tuple[str, Any, str | None]]:
@@ -59,6 +91,7 @@ def test_a_recorded_session(file: Path, tmp_path: Path, renderer: Renderer) -> N
     arrays = outcome.graph.arrays()
     complete = [c for c in outcome.calls if c.status is CallStatus.COMPLETE]
     check_graph(Found(outcome), arrays, prompts)
+    assert [c.leaf_class for c in outcome.calls] == CLASSES[file.name.partition(".")[0]]
     for t in outcome.trajectories:
         flat = flatten(outcome.graph.nodes, t, arrays)
         for span in flat.calls:
@@ -66,9 +99,11 @@ def test_a_recorded_session(file: Path, tmp_path: Path, renderer: Renderer) -> N
             assert flat.token_ids[span.start : span.end].tolist() == drawn
     trained = sum(t.n_trainable for t in outcome.trajectories)
     total = trained + outcome.left_out.tokens
-    assert 0 < total <= sum(c.n_completion for c in complete)
-    print(f"{file.name}: {trained} of {total} trainable tokens with J_max {J_MAX}, {sum(c.n_completion for c in complete)} sampled")
+    sampled = sum(c.n_completion for c in complete)
+    assert 0 < total <= sampled
+    print(f"{file.name}: {trained} of {total} trainable tokens with J_max {J_MAX}, {sampled} sampled")
     assert trained >= 0.95 * total
+    assert documented()[file.name.partition(".")[0]] == f"{len(outcome.calls)}: {trained} of {sampled}"
     assert FIRST.step == 0  # what check_graph looks for
 
 
@@ -84,6 +119,39 @@ def test_no_word_of_theirs_is_kept(file: Path) -> None:
     assert all(redact(body) == body for _, body, _ in rows(file))
 
 
-def test_all_protocols_are_recorded() -> None:
-    names = {file.name.partition(".")[0] for file in RECORDINGS}
-    assert {f"{h}-{s}" for h in ("mini", "pi", "codex", "claude-code") for s in ("plain", "rough")} <= names
+def documented() -> dict[str, str]:
+    """The cells of the table in docs/harness.md, by recording."""
+    lines = (Path(__file__).parents[2] / "docs" / "harness.md").read_text().splitlines()
+    cells = {}
+    for preset in PRESETS.values():
+        row = next(line for line in lines if line.startswith(f"| `{preset.name}` {preset.version} |"))
+        columns = ("plain", "rough", "full" if preset.name == "mini" else "compacting", "delegating", "deep")
+        for column, cell in zip(columns, row.strip("|").split("|")[1:], strict=True):
+            cells[f"{preset.name}-{column}"] = cell.strip()
+    return cells
+
+
+def test_every_play_is_recorded_and_documented() -> None:
+    """What has no recording has a reason."""
+    recorded = {file.name.partition(".")[0] for file in RECORDINGS}
+    assert recorded == {f"{play.harness}-{play.name}" for play in PLAYS} == set(CLASSES)
+    assert recorded == {name for name, cell in documented().items() if not cell.startswith("none")}
+
+
+@pytest.mark.parametrize("harness", PRESETS)
+def test_two_executions_begin_with_the_same_request(harness: str) -> None:
+    """The same text has the same mark: nothing in a first request is an execution's own but ids, which no prompt shows.
+
+    The date is in it, so a harness's plays are recorded on one day.
+    """
+
+    def opening(name: str) -> Any:
+        return next(anonymous(body) for _, body, _ in rows(Path(__file__).parent / "recordings" / f"{harness}-{name}.json.gz") if body.get("tools"))
+
+    assert opening("plain") == opening("rough")
+
+
+def anonymous(value: Any) -> Any:
+    if isinstance(value, list):
+        return [anonymous(item) for item in value]
+    return {key: anonymous(item) for key, item in value.items() if key != "id"} if isinstance(value, dict) else value

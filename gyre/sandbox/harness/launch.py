@@ -69,6 +69,10 @@ def launch(config: Config) -> Launch:
     used = preset(text.removeprefix(SPELLING).strip(), "run.toml", _KEY)
     if config.sandbox.backend == "process":
         raise UsageError("run.toml", "presets need a sandbox with mounts", "use the bubblewrap backend, or give a command", _KEY)
+    if config.rollout.context < used.least_context:
+        raise UsageError(
+            "run.toml", f"{config.rollout.context} is too little for {used.name}", f"give {used.least_context} or more", "rollout.context"
+        )
     found = _installed(used)
     binds = [Bind(str(install.place(used)), ROOT)]
     if install.needs_node(used):

@@ -35,6 +35,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
     argv: tuple[str, ...]
     env: Mapping[str, str] = {}
     files: Mapping[str, str] = {}
+    least_context: int = 0  # of `rollout.context`; with less it compacts before it begins, again and again
     memory_mb: int = 2048
     pids: int = 256
     tmp_mb: int = 256
@@ -105,7 +106,7 @@ _ALL: Final = (
         entry="node_modules/@qwen-code/qwen-code/cli-entry.js",
         argv=("{node}", _MODULES + "/@qwen-code/qwen-code/cli-entry.js", "--auth-type", "openai", "--openai-api-key", "gyre", "--openai-base-url",
               "{base_url}/v1", "-m", "{model}", "-y", "-o", "json", "-p", "{instruction}"),
-        files={".qwen/settings.json": _QWEN_SETTINGS},
+        files={".qwen/settings.json": _QWEN_SETTINGS}, least_context=50_000,
     ),
     Preset(
         name="codex", package="@openai/codex", version="0.171.0", registry="npm", protocol="responses", licence="Apache-2.0",
