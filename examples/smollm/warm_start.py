@@ -1,6 +1,6 @@
 """Imitate demonstrations for a short while, so that tool calls are well-formed often enough for rewards to differ.
 
-    gyre-dump RUN --fields token_ids,loss_mask,reward | python warm_start.py --model DIR --out DIR [--epochs 1] [--batch 8] [--lr 1e-4] [--seed 0]
+    gyre-dump RUN --fields token_ids,loss_mask,reward | python warm_start.py --model DIR --out DIR [--epochs 1] [--batch 4] [--lr 1e-4] [--seed 0]
 
 Demonstrations are the trajectories of a run, so prompts, answers of tools and the places where a turn ends are as they will be. Cross-entropy on
 what the demonstrator said. All demonstrations begin alike: a batch is packed as a tree, as gyre-train packs an execution, and each shared token is
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="folder of the model to begin with")
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model in")
     parser.add_argument("--epochs", type=int, default=1, help="passes over the demonstrations (default 1)")
-    parser.add_argument("--batch", type=int, default=8, help="demonstrations of an update (default 8)")
+    parser.add_argument("--batch", type=int, default=4, help="demonstrations of an update (default 4)")
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate in the beginning (default 1e-4)")
     parser.add_argument("--seed", type=int, default=0, help="seed of their order (default 0)")
     options = parser.parse_args()
