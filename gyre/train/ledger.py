@@ -22,8 +22,9 @@ from gyre.config import Config
 from gyre.errors import DeadlineExceeded, WorkFailed
 from gyre.net.sockets import mint
 from gyre.train.model import MicroStepData
-from gyre.train.protocols import Claimed, LeftLineage, Requester, Voided
+from gyre.train.protocols import Claimed, LeftLineage, Voided
 from gyre.types import Version
+from gyre.weights.transfer import Requester
 from gyre.wire.codec import Arrays
 from gyre.wire.messages import (
     Accumulated,

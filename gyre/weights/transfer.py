@@ -76,7 +76,6 @@ class _Watcher(msgspec.Struct):
     cause: str  # its last WatchPolicy
     seen: float
     loaded: Version | None = None
-    loaded_s: float = 0.0
 
 
 class PolicyServer:
@@ -114,7 +113,7 @@ class PolicyServer:
                 serve_chunk(self._store, now, peer, message, self._send)
             case PolicyLoaded():
                 watcher = self._watcher(now, peer, message.cell)
-                watcher.loaded, watcher.loaded_s = message.version, message.seconds
+                watcher.loaded = message.version
                 self._store.release(now, reader(peer), message.version)
                 self._changed.set()
                 self._send(peer, Ack(id=mint(), cause=message.id), None)
@@ -297,11 +296,13 @@ class PolicyClient:
 
 
 class Requester(Protocol):
-    """What a pull needs of a `Client`."""
+    """What a pull, and a trainer's questions, need of a `Client`: ask, and repeat until answered; or tell."""
 
     async def request(
         self, message: Message, arrays: Mapping[str, Array] | None = None, *, deadline_s: float, what: str
     ) -> tuple[Message, Arrays]: ...
+
+    def send(self, message: Message, arrays: Mapping[str, Array] | None = None) -> None: ...
 
 
 class Partial:
