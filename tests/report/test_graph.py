@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import recorded
+from click.testing import CliRunner
+from gyre_commands.graph import main
 
 from gyre.report.graph.layout import Call, Chosen, Message, Node, Recorded, arrange
 
@@ -25,9 +27,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def graph(*argv: object, stdin: bytes = b"", **env: str) -> subprocess.CompletedProcess[bytes]:
-    known = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
-    words = [sys.executable, "-m", "gyre_commands.graph", *map(str, argv)]
-    return subprocess.run(words, input=stdin, capture_output=True, timeout=120, check=False, env={**known, **env})
+    done = CliRunner(env={"COLUMNS": None, "NO_COLOR": None, "FORCE_COLOR": None, **env}).invoke(main, list(map(str, argv)), input=stdin)
+    return subprocess.CompletedProcess(argv, done.exit_code, done.stdout_bytes, done.stderr_bytes)
 
 
 def test_parents_are_beside_their_first_child_and_others_are_below() -> None:
