@@ -12,7 +12,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from gyre.errors import UsageError
 from gyre.inputs import toml
@@ -21,7 +21,12 @@ from gyre.report.timeline import MarkKind, Timeline
 from gyre.rules.roles import CellPhase
 from gyre.rules.workload import Workload, apply_sets, build
 
-BURSTS = 16
+BURSTS: Final = 16
+_SAID: Final = {
+    "groups_per_step": "groups_per_step", "rollouts_per_group": "rollouts_per_group", "steps_per_burst": "steps_per_burst",
+    "dispatch": "dispatch", "staleness_target": "target_staleness",
+}  # fmt: skip
+"""Of the buffer's first event: the keys of [system]."""
 
 
 def from_run(run_dir: Path, sets: Sequence[str] = ()) -> Workload:
@@ -37,12 +42,13 @@ def from_run(run_dir: Path, sets: Sequence[str] = ()) -> Workload:
     groups = Counter(g.step for g in t.groups)
     # the cells of a step compute for about as long
     train_s = [s.compute_s * max(1, len(s.micro_steps)) / groups[s.step] for s in t.steps if s.compute_s and groups[s.step]]
-    if not durations or not train_s or not t.begun:
+    if not durations or not train_s:
         raise UsageError(str(path), "no execution ended, or no step was committed", "give a run that has made at least one step")
+    if unsaid := [key for key in _SAID if key not in t.begun]:
+        raise UsageError(str(path), f"does not say the run's {unsaid[0]}", "give a run whose buffer wrote it")
     system: dict[str, Any] = {
         "cells": max(2, len(t.cells)),
-        **{key: t.begun[key] for key in ("groups_per_step", "rollouts_per_group", "steps_per_burst", "dispatch")},
-        "target_staleness": t.begun["staleness_target"],
+        **{key: t.begun[said] for said, key in _SAID.items()},
         **_slots(run_dir, sets),
         "to_train_s": _mean(_turns(t, CellPhase.TO_TRAIN, CellPhase.TRAIN)),
         "to_rollout_s": _mean(_turns(t, CellPhase.TO_ROLLOUT, CellPhase.ROLLOUT)),

@@ -140,6 +140,9 @@ def test_replay_of_a_run_without_its_configuration(tmp_path: Path) -> None:
 
 
 def test_replay_of_what_is_no_run(tmp_path: Path) -> None:
+    whole = (events(tmp_path) / "events.jsonl").read_text()
+    (tmp_path / "events.jsonl").write_text(whole.replace("staleness_target", "other"))
+    assert "does not say the run's staleness_target" in sim("--replay", str(tmp_path)).stderr
     (tmp_path / "events.jsonl").write_text("{}\n")
     assert "at least one step" in sim("--replay", str(tmp_path)).stderr, "a damaged line is left out"
     (tmp_path / "events.jsonl").write_text("")
