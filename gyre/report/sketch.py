@@ -210,6 +210,8 @@ def _durations(runs: Sequence[Timeline], width: int) -> RenderableType | None:
 
 def _learning(runs: Sequence[Timeline], width: int) -> RenderableType | None:
     """Of the first five steps and the last five; seconds of forward and backward passes a step."""
+    if not any(s.grad_norm is not None for t in runs for s in t.steps):
+        return None
     widest = timeline.widest(runs)
     whole, rows = timeline.compute_per_step(widest), []
     for t in runs:
@@ -219,11 +221,7 @@ def _learning(runs: Sequence[Timeline], width: int) -> RenderableType | None:
         part = f"{compute / whole:.0%}" if compute is not None and whole else "–"
         rows.append([t.name, str(t.budget or "–"), *change, brief(compute, ".3g"), part])
     columns = ("run", "J_max", "gradient norm", "score", "compute, s", f"of {widest.name}'s")
-    return (
-        _table("learning, first five → last five steps", columns, rows, width)
-        if any(s.grad_norm is not None for t in runs for s in t.steps)
-        else None
-    )
+    return _table("learning, first five → last five steps", columns, rows, width)
 
 
 def _speedup(runs: Sequence[Timeline], width: int) -> RenderableType | None:

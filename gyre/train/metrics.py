@@ -27,7 +27,6 @@ from gyre.wire.messages import StepStats
 
 log = logging.getLogger(__name__)
 
-_STALENESS = ("staleness_mean", "staleness_p95", "staleness_max", "staleness_interpolated", "staleness_predicted")
 PHASES = ("wait", "compute", "reduce", "update", "broadcast", "publish", "checkpoint", "idle")
 
 
@@ -146,8 +145,15 @@ def step_metrics(
         "logprob_diff_current_mean": tally.current_version.mean,
         "logprob_diff_current_max": tally.current_version.max,
         "current_version_tokens": float(tally.current_version.tokens),
-        **{name: getattr(stats, name) for name in _STALENESS},
-        **{name: float(getattr(stats, name)) for name in ("groups", "executions", "tokens", "trainable_tokens")},
+        "staleness_mean": stats.staleness_mean,
+        "staleness_p95": stats.staleness_p95,
+        "staleness_max": stats.staleness_max,
+        "staleness_interpolated": stats.staleness_interpolated,
+        "staleness_predicted": stats.staleness_predicted,
+        "groups": float(stats.groups),
+        "executions": float(stats.executions),
+        "tokens": float(stats.tokens),
+        "trainable_tokens": float(stats.trainable_tokens),
         **{f"seconds_{phase}": s for phase, s in seconds.items()},
     }
     return {k: v if v is None or math.isfinite(v) else None for k, v in numbers.items()}
