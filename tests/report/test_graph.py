@@ -8,13 +8,13 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import recorded
 from click.testing import CliRunner
 from gyre_commands.graph import main
+from synthetic import Page
 
 from gyre.report.graph.layout import Call, Chosen, Message, Node, Recorded, arrange
 
@@ -62,17 +62,6 @@ def test_svg_shows_counts_words_and_choice(run: Path) -> None:
         assert words in shown, words
     assert all(re.fullmatch(r"M\d+ \d+H\d+V\d+H\d+", e.get("d", "")) for e in picture.iter(f"{SVG}path")), "edges have right angles alone"
     assert {e.tag for e in picture.iter()} <= {f"{SVG}{t}" for t in ("svg", "style", "rect", "g", "text", "tspan", "path", "circle")}
-
-
-class Page(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.addresses: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.addresses += [v or "" for k, v in attrs if k in ("src", "href", "xlink:href", "data", "action") or k.startswith("on")]
 
 
 @pytest.mark.parametrize("form", ["tree", "svg", "html"])

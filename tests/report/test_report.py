@@ -8,13 +8,13 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import synthetic
 from click.testing import CliRunner
 from gyre_commands.report import main
+from synthetic import Page
 
 from gyre.events import Event, encode
 
@@ -55,19 +55,6 @@ def test_png_single_figures_and_the_same_bytes(runs: tuple[Path, Path]) -> None:
     assert report(runs[0], "--format", "png", "--figure", "roles").stdout.startswith(b"\x89PNG\r\n")
     first, second = (report(runs[0], "--format", "svg", "--figure", "burst", "--burst", 2).stdout for _ in range(2))
     assert first == second and "Burst 2 of elastic" in texts(first) and "Roles" not in texts(first)
-
-
-class Page(HTMLParser):
-    """Collects what would be loaded or run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.addresses: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.addresses += [v or "" for k, v in attrs if k in ("src", "href", "xlink:href", "data", "action") or k.startswith("on")]
 
 
 def test_html_is_one_file(runs: tuple[Path, Path]) -> None:
