@@ -17,7 +17,7 @@ from gyre.buffer.state import State
 from gyre.rules import admission, staleness
 from gyre.types import Purpose, RolloutState, Version
 from gyre.wire.messages import Ack, Published
-from gyre.wire.rows import EvalRow, GroupRow, GroupState, PublicationRow, QueryRow, RolloutRow
+from gyre.wire.rows import EvalRow, GroupRow, GroupState, PublicationRow, QueryRow, RolloutRow, evaluated
 
 UNIFORM: Final = "uniform_rewards"
 """Why groups are discarded whose rewards are all equal, where `train.drop_uniform` says so."""
@@ -202,20 +202,8 @@ def on_eval_settled(s: State, now: Now, row: RolloutRow, cause: str) -> None:
         return
     ev.completed_at = now.wall
     rows = s.members[ev.eval_id]
-    graded = [r for r in rows if r.state is not RolloutState.DISCARDED]
-    kinds: dict[str, list[float]] = {}
-    for r in graded:
-        kinds.setdefault(s.queries[r.query_id].kind, []).append(r.reward or 0.0)
-    sampled = [r for r in graded if r.version_min is not None]
-    rewards = [r.reward or 0.0 for r in graded]
-    s.log(
-        "eval", cause, eval=ev.eval_id, version=ev.step, term=ev.term, n=len(rows), graded=len(graded),
-        reward_mean=sum(rewards) / len(rewards) if rewards else None,
-        by_kind={k: {"n": len(v), "reward_mean": sum(v) / len(v)} for k, v in sorted(kinds.items()) if k},
-        version_min=min((r.version_min or 0 for r in sampled), default=None),
-        version_max=max((r.version_max or 0 for r in sampled), default=None),
-        seconds=now.wall - ev.issued_at,
-    )  # fmt: skip
+    kinds = {r.query_id: s.queries[r.query_id].kind for r in rows}
+    s.log("eval", cause, eval=ev.eval_id, version=ev.step, term=ev.term, n=len(rows), **evaluated(rows, kinds), seconds=now.wall - ev.issued_at)
 
 
 def void_evals(s: State, above_step: int) -> None:

@@ -20,6 +20,7 @@ from gyre.buffer.sandboxes import RUN_ENDED, discard_group
 from gyre.buffer.state import Poll, State
 from gyre.buffer.training import name, refill, refused, waiting_for
 from gyre.rules import staleness
+from gyre.rules.microstep import MICROSTEP_TRANSITIONS, MicroStepEvent
 from gyre.types import MicroStepState, RolloutState
 from gyre.wire.messages import Ack, CheckpointSaved, CommitStep, Manifest, ManifestEntry, NothingToClaim, SealStep, StepStats
 from gyre.wire.rows import GroupState, StepRow, StepState
@@ -118,7 +119,7 @@ def on_commit(s: State, now: Now, to: Hashable, m: CommitStep) -> None:
     for group_id in step.groups:
         s.move_group(s.groups[group_id], GroupState.CONSUMED)
     for micro in s.micro_steps.values():
-        micro.state = MicroStepState.COMMITTED
+        micro.state = MICROSTEP_TRANSITIONS[micro.state, MicroStepEvent.COMMIT]
         s.put(micro)
     s.micro_steps.clear()
     s.claims.clear()

@@ -22,22 +22,9 @@ from gyre.errors import Busy, UsageError
 from gyre.events import EventWriter
 from gyre.types import RolloutState
 from gyre.wire.arrays import Array
+from gyre.wire.codec import encode
 from gyre.wire.messages import RolloutEnded
-from gyre.wire.payload import record
-from gyre.wire.rows import (
-    INDICES,
-    OUTBOX,
-    ROWS,
-    Codec,
-    GroupRow,
-    MetaRow,
-    MicroStepRow,
-    PublicationRow,
-    QueryRow,
-    RolloutRow,
-    Row,
-    StepRow,
-)
+from gyre.wire.rows import INDICES, OUTBOX, ROWS, Codec, GroupRow, MetaRow, MicroStepRow, PublicationRow, QueryRow, RolloutRow, Row, StepRow
 from gyre.wire.segments import SegmentReader, SegmentWriter
 
 _NETWORK: Final = frozenset(
@@ -166,7 +153,7 @@ class Ledger:
 
     def store(self, row: RolloutRow, message: RolloutEnded, arrays: Mapping[str, Array]) -> None:
         """Append an execution's payload and write its place into the row. Durable at the next commit."""
-        place = self._writer.append(record(message, arrays))
+        place = self._writer.append(encode(message, arrays))
         row.segment, row.offset, row.length = place.segment, place.offset, place.length
 
     @property
@@ -185,8 +172,7 @@ class Ledger:
                 codec = self._codecs[table]
                 self._db.executemany(codec.put, [codec.values(r) for r in rows])
             for row in drops:
-                codec = self._codecs[type(row)]
-                self._db.execute(codec.drop, codec.key(row))
+                self._db.execute(self._codecs[type(row)].drop, row.key)
             if lines:
                 self._db.executemany("INSERT OR REPLACE INTO outbox VALUES (?, ?)", lines)
             self._trim()

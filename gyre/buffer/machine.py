@@ -20,25 +20,7 @@ from gyre.buffer.queries import TaskSet
 from gyre.buffer.state import State
 from gyre.config import Config
 from gyre.types import UNFINISHED, RolloutState, Version
-from gyre.wire.messages import (
-    Accumulated,
-    Ack,
-    AcquireTerm,
-    CheckpointSaved,
-    ClaimMicroStep,
-    CommitStep,
-    Counters,
-    GradingStarted,
-    LeaseTickets,
-    Message,
-    Note,
-    Published,
-    RenewClaims,
-    RenewLeases,
-    RolloutEnded,
-    SealStep,
-    VoidIncarnations,
-)
+from gyre.wire import messages as w
 from gyre.wire.rows import Row
 
 
@@ -78,9 +60,9 @@ class Machine:
             case _:
                 assert_never(e)
 
-    def missing(self, message: Message) -> int | None:
+    def missing(self, message: w.Message) -> int | None:
         """The step from which on the ledger's rows must come back (`recall`) before this message is handled; None: nothing is missing."""
-        return message.step if isinstance(message, AcquireTerm) and message.step < self.state.meta.settled else None
+        return message.step if isinstance(message, w.AcquireTerm) and message.step < self.state.meta.settled else None
 
     def recall(self, rows: Iterable[Row]) -> None:
         """Take rows back into memory."""
@@ -89,37 +71,37 @@ class Machine:
     def _receive(self, now: Now, e: Received) -> None:
         s, to = self.state, e.to
         match e.message:
-            case LeaseTickets() as m:
+            case w.LeaseTickets() as m:
                 sandboxes.on_lease(s, now, e, m)
-            case RenewLeases() as m:
+            case w.RenewLeases() as m:
                 sandboxes.on_renew(s, now, to, m)
-            case GradingStarted() as m:
+            case w.GradingStarted() as m:
                 sandboxes.on_grading(s, now, to, m)
-            case RolloutEnded() as m:
+            case w.RolloutEnded() as m:
                 sandboxes.on_ended(s, now, e, m)
-            case AcquireTerm() as m:
+            case w.AcquireTerm() as m:
                 training.on_acquire(s, now, to, m)
-            case ClaimMicroStep() as m:
+            case w.ClaimMicroStep() as m:
                 training.on_claim(s, now, e, m)
-            case RenewClaims() as m:
+            case w.RenewClaims() as m:
                 training.on_renew(s, now, to, m)
-            case Accumulated() as m:
+            case w.Accumulated() as m:
                 training.on_accumulated(s, now, to, m)
-            case SealStep() as m:
+            case w.SealStep() as m:
                 commit.on_seal(s, now, e, m)
-            case VoidIncarnations() as m:
+            case w.VoidIncarnations() as m:
                 training.on_void(s, now, to, m)
-            case CommitStep() as m:
+            case w.CommitStep() as m:
                 commit.on_commit(s, now, to, m)
-            case Published() as m:
+            case w.Published() as m:
                 admit.on_published(s, now, to, m)
-            case CheckpointSaved() as m:
+            case w.CheckpointSaved() as m:
                 commit.on_checkpoint(s, now, to, m)
-            case Note() as m:
+            case w.Note() as m:
                 if s.replies.get(m.id) is None:
                     s.emit(Log(m.event, m.fields, m.cause, e.holder))
-                    s.remember(m.id, Ack(id="", cause=m.id))
-                s.reply(to, Ack(id="", cause=m.id))
+                    s.remember(m.id, w.Ack(id="", cause=m.id))
+                s.reply(to, w.Ack(id="", cause=m.id))
             case other:
                 s.refuse(to, other, f"{type(other).__name__} is not for the buffer")
 
@@ -140,13 +122,13 @@ class Machine:
     def _answer_polls(self, now: Now) -> None:
         """Claims and seals first: taking groups may admit others, whose tickets the lease polls then get."""
         s = self.state
-        for key, poll in sorted(s.polls.items(), key=lambda p: isinstance(p[1].message, LeaseTickets)):
+        for key, poll in sorted(s.polls.items(), key=lambda p: isinstance(p[1].message, w.LeaseTickets)):
             match poll.message:
-                case LeaseTickets() as m:
+                case w.LeaseTickets() as m:
                     done = bool(s.tickets or s.finished or s.failure or now.mono >= poll.deadline) and sandboxes.answer_lease(s, now, poll, m)
-                case ClaimMicroStep() as m:
+                case w.ClaimMicroStep() as m:
                     done = training.answer_claim(s, now, poll, m)
-                case SealStep() as m:
+                case w.SealStep() as m:
                     done = commit.answer_seal(s, now, poll, m)
                 case unreachable:
                     assert_never(unreachable)
@@ -181,11 +163,11 @@ class Machine:
         """Grows whenever `counters` may have changed."""
         return self.state.revision
 
-    def counters(self, message_id: str = "", cause: str = "") -> Counters:
+    def counters(self, message_id: str = "", cause: str = "") -> w.Counters:
         """The snapshot. The states add up to the executions admitted: a bug otherwise."""
         s = self.state
         assert sum(s.counts.values()) == s.admitted, (s.counts, s.admitted)
-        return Counters(
+        return w.Counters(
             id=message_id,
             cause=cause,
             seq=s.revision,
@@ -210,7 +192,7 @@ class Machine:
         s = self.state
         found: list[dict[str, Any]] = []
         for poll in s.polls.values():
-            what = "tickets" if isinstance(poll.message, LeaseTickets) else training.waiting_for(s)
+            what = "tickets" if isinstance(poll.message, w.LeaseTickets) else training.waiting_for(s)
             found.append({"who": poll.holder, "for": what, "since_s": now.mono - poll.since})
         holders: dict[str, list[float]] = {}
         for rollout_id in s.leases:
@@ -221,7 +203,7 @@ class Machine:
         if s.publication_due and not s.finished:
             since = now.mono - s.publication_due_since
             found.append({"who": "buffer", "for": f"{s.meta.core or 'a core'} to publish version {s.meta.committed}", "since_s": since})
-        if s.counts[RolloutState.QUEUED] and not any(isinstance(p.message, LeaseTickets) for p in s.polls.values()):
+        if s.counts[RolloutState.QUEUED] and not any(isinstance(p.message, w.LeaseTickets) for p in s.polls.values()):
             found.append({"who": "buffer", "for": f"a sandbox for {s.counts[RolloutState.QUEUED]} tickets", "since_s": now.mono - s.progress_at})
         return found
 

@@ -105,7 +105,7 @@ class Batch:
         self.puts: dict[tuple[Any, ...], Row] = {}
         self.drops: dict[tuple[Any, ...], Row] = {}
         self.lines: list[tuple[int, str]] = []
-        self.outgoing: list[tuple[Any, Reply | Deliver | None]] = []
+        self.outgoing: list[tuple[Any, Reply | Deliver]] = []
 
 
 class Shell:
@@ -224,13 +224,11 @@ class Shell:
         for effect in effects:
             match effect:
                 case Put(row):
-                    key = (row.TABLE, *(getattr(row, k) for k in row.KEY))
-                    batch.puts[key] = row
-                    batch.drops.pop(key, None)
+                    batch.puts[row.TABLE, *row.key] = row
+                    batch.drops.pop((row.TABLE, *row.key), None)
                 case Drop(row):
-                    key = (row.TABLE, *(getattr(row, k) for k in row.KEY))
-                    batch.puts.pop(key, None)
-                    batch.drops[key] = row
+                    batch.puts.pop((row.TABLE, *row.key), None)
+                    batch.drops[row.TABLE, *row.key] = row
                 case Store(row):
                     assert current is not None and isinstance(current[0], RolloutEnded)
                     self._ledger.store(row, current[0], current[1])
@@ -242,8 +240,7 @@ class Shell:
                 case Reply(to) | Deliver(to):
                     batch.outgoing.append((to, effect))
 
-    def _send(self, to: Peer, answer: Reply | Deliver | None) -> None:
-        assert answer is not None
+    def _send(self, to: Peer, answer: Reply | Deliver) -> None:
         message = msgspec.structs.replace(answer.message, id=mint())
         arrays = assemble(self._ledger, answer.items, answer.rollouts) if isinstance(answer, Deliver) else None
         self._server.send(to, message, arrays)

@@ -27,20 +27,7 @@ from gyre.errors import UsageError
 from gyre.rules import admission
 from gyre.types import UNFINISHED, MicroStepState, Purpose, RolloutState, Version
 from gyre.wire.messages import ClaimMicroStep, LeaseTickets, Message, Refuse, SealStep, Tickets
-from gyre.wire.rows import (
-    EvalRow,
-    GroupRow,
-    GroupState,
-    Item,
-    MetaRow,
-    MicroStepRow,
-    PublicationRow,
-    QueryRow,
-    RolloutRow,
-    Row,
-    StepRow,
-    StepState,
-)
+from gyre.wire.rows import EvalRow, GroupRow, GroupState, Item, MetaRow, MicroStepRow, PublicationRow, QueryRow, RolloutRow, Row, StepRow, StepState
 
 _REPLIES_KEPT: Final = 4096
 

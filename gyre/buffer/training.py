@@ -24,23 +24,13 @@ from gyre.buffer import admit
 from gyre.buffer.effects import Deliver, Now, Received
 from gyre.buffer.pack import pack
 from gyre.buffer.state import Poll, State
+from gyre.rules.microstep import MICROSTEP_TRANSITIONS, MicroStepEvent
 from gyre.types import MicroStepState, PackedTrajectory, RolloutState
-from gyre.wire.messages import (
-    Accumulated,
-    Ack,
-    AcquireTerm,
-    ClaimMicroStep,
-    Message,
-    MicroStepClaimed,
-    NothingToClaim,
-    RenewClaims,
-    TermGranted,
-    VoidIncarnations,
-)
+from gyre.wire import messages as w
 from gyre.wire.rows import GroupState, MicroStepRow, StepRow, StepState
 
 
-def on_acquire(s: State, now: Now, to: Hashable, m: AcquireTerm) -> None:
+def on_acquire(s: State, now: Now, to: Hashable, m: w.AcquireTerm) -> None:
     """A core starts at `step`: grant a new term, roll back what the checkpoint does not contain."""
     meta = s.meta
     if (known := s.replies.get(m.id)) is not None:
@@ -77,12 +67,12 @@ def on_acquire(s: State, now: Now, to: Hashable, m: AcquireTerm) -> None:
     s.put(meta)
     s.progress_at = s.publication_due_since = now.mono
     s.log("term", m.id, term=meta.term, cell=m.cell, step=m.step, steps_replayed=lost, groups_ready_again=len(replayed))
-    answer = TermGranted(id="", cause=m.id, term=meta.term, step=m.step, total_steps=meta.total_steps)
+    answer = w.TermGranted(id="", cause=m.id, term=meta.term, step=m.step, total_steps=meta.total_steps)
     s.remember(m.id, answer)
     s.reply(to, answer)
 
 
-def left_lineage(s: State, m: AcquireTerm) -> bool:
+def left_lineage(s: State, m: w.AcquireTerm) -> bool:
     """Did a later term go back behind this checkpoint? A core that was taken for dead may write one long after its term ended."""
     if not 0 < m.checkpoint_term < s.meta.term:
         return False
@@ -103,7 +93,7 @@ def _drop_open_step(s: State) -> None:
         del s.steps[step.step]
 
 
-def refused(s: State, to: Hashable, m: Message, term: int, step: int | None = None, cell: str = "", incarnation: str = "") -> bool:
+def refused(s: State, to: Hashable, m: w.Message, term: int, step: int | None = None, cell: str = "", incarnation: str = "") -> bool:
     """Refuse what comes under another term, for another step, or from a voided incarnation."""
     if term != s.meta.term:
         s.refuse(to, m, f"term {term} is not the core's term {s.meta.term}", stale=term < s.meta.term)
@@ -123,7 +113,7 @@ def name(cell: str, incarnation: str) -> str:
 # --- taking, packing, claiming ---
 
 
-def on_claim(s: State, now: Now, e: Received, m: ClaimMicroStep) -> None:
+def on_claim(s: State, now: Now, e: Received, m: w.ClaimMicroStep) -> None:
     """Answer now, or become a poll. The same request again gets the same micro-step."""
     if refused(s, e.to, m, m.term, m.step, m.cell, m.incarnation):
         return
@@ -143,7 +133,7 @@ def on_claim(s: State, now: Now, e: Received, m: ClaimMicroStep) -> None:
     s.ask(now, e, m, answer_claim)
 
 
-def answer_claim(s: State, now: Now, poll: Poll, m: ClaimMicroStep) -> bool:
+def answer_claim(s: State, now: Now, poll: Poll, m: w.ClaimMicroStep) -> bool:
     """Claim the next micro-step if there is one; say so if the step is drained, or at the end of the wait."""
     if m.term != s.meta.term or m.step != s.meta.committed + 1 or s.failure:
         s.refuse(poll.to, m, s.failure or f"step {m.step} of term {m.term} is over", stale=not s.failure)
@@ -151,7 +141,8 @@ def answer_claim(s: State, now: Now, poll: Poll, m: ClaimMicroStep) -> bool:
     step = refill(s, now, m.id)
     micro = next((x for x in s.micro_steps.values() if x.state is MicroStepState.QUEUED), None)
     if micro is not None:
-        micro.state, micro.cell, micro.incarnation, micro.claim_id = MicroStepState.CLAIMED, m.cell, m.incarnation, m.id
+        micro.state = MICROSTEP_TRANSITIONS[micro.state, MicroStepEvent.CLAIM]
+        micro.cell, micro.incarnation, micro.claim_id = m.cell, m.incarnation, m.id
         s.put(micro)
         s.claims[(m.cell, m.incarnation)] = now.mono + s.config.train.claim_ttl_s
         s.progress_at = now.mono
@@ -163,7 +154,7 @@ def answer_claim(s: State, now: Now, poll: Poll, m: ClaimMicroStep) -> bool:
         deliver(s, poll.to, lost, m.id)
         return True
     if step.closed or now.mono >= poll.deadline:
-        answer = NothingToClaim(id="", cause=m.id, drained=step.closed, waiting_for="" if step.closed else waiting_for(s))
+        answer = w.NothingToClaim(id="", cause=m.id, drained=step.closed, waiting_for="" if step.closed else waiting_for(s))
         s.remember(m.id, answer)  # a repetition that arrives after this answer must not become a claim that nobody waits for
         s.reply(poll.to, answer)
         return True
@@ -245,22 +236,22 @@ def deliver(s: State, to: Hashable, micro: MicroStepRow, cause: str) -> None:
         )
         for i in micro.items
     ]
-    message = MicroStepClaimed(
+    message = w.MicroStepClaimed(
         id="", cause=cause, micro_step_id=micro.micro_step_id, step=micro.step, lease_ttl_s=s.config.train.claim_ttl_s, trajectories=packed
     )
     s.emit(Deliver(to, message, list(micro.items), rows))
 
 
-def on_renew(s: State, now: Now, to: Hashable, m: RenewClaims) -> None:
+def on_renew(s: State, now: Now, to: Hashable, m: w.RenewClaims) -> None:
     """Extend the lease of a cell's claims."""
     if refused(s, to, m, m.term, None, m.cell, m.incarnation):
         return
     if (m.cell, m.incarnation) in s.claims:
         s.claims[(m.cell, m.incarnation)] = now.mono + s.config.train.claim_ttl_s
-    s.reply(to, Ack(id="", cause=m.id))
+    s.reply(to, w.Ack(id="", cause=m.id))
 
 
-def on_accumulated(s: State, now: Now, to: Hashable, m: Accumulated) -> None:
+def on_accumulated(s: State, now: Now, to: Hashable, m: w.Accumulated) -> None:
     """claimed → accumulated."""
     if refused(s, to, m, m.term, m.step, m.cell, m.incarnation):
         return
@@ -269,11 +260,11 @@ def on_accumulated(s: State, now: Now, to: Hashable, m: Accumulated) -> None:
         s.refuse(to, m, f"micro-step {m.micro_step_id} is not claimed by incarnation {m.incarnation} of cell {m.cell}", stale=True)
         return
     if micro.state is MicroStepState.CLAIMED:
-        micro.state = MicroStepState.ACCUMULATED
+        micro.state = MICROSTEP_TRANSITIONS[micro.state, MicroStepEvent.ACCUMULATE]
         s.put(micro)
     s.claims[(m.cell, m.incarnation)] = now.mono + s.config.train.claim_ttl_s
     s.progress_at = now.mono
-    s.reply(to, Ack(id="", cause=m.id))
+    s.reply(to, w.Ack(id="", cause=m.id))
 
 
 def expire_claims(s: State, now: Now) -> None:
@@ -284,7 +275,7 @@ def expire_claims(s: State, now: Now) -> None:
         void(s, cell, incarnation, "its lease expired", "")
 
 
-def on_void(s: State, now: Now, to: Hashable, m: VoidIncarnations) -> None:
+def on_void(s: State, now: Now, to: Hashable, m: w.VoidIncarnations) -> None:
     """Give up accumulators of the open or sealed step; the survivors' leases begin anew, however long the step was sealed."""
     if refused(s, to, m, m.term, m.step):
         return
@@ -294,7 +285,7 @@ def on_void(s: State, now: Now, to: Hashable, m: VoidIncarnations) -> None:
     for claim in s.claims:
         s.claims[claim] = now.mono + s.config.train.claim_ttl_s
     s.progress_at = now.mono
-    s.reply(to, Ack(id="", cause=m.id))
+    s.reply(to, w.Ack(id="", cause=m.id))
 
 
 def void(s: State, cell: str, incarnation: str, reason: str, cause: str) -> None:
@@ -302,7 +293,8 @@ def void(s: State, cell: str, incarnation: str, reason: str, cause: str) -> None
     again = []
     for micro in s.micro_steps.values():
         if (micro.cell, micro.incarnation) == (cell, incarnation):
-            micro.state, micro.cell, micro.incarnation, micro.claim_id = MicroStepState.QUEUED, "", "", ""
+            micro.state = MICROSTEP_TRANSITIONS[micro.state, MicroStepEvent.VOID]
+            micro.cell = micro.incarnation = micro.claim_id = ""
             s.put(micro)
             again.append(micro.micro_step_id)
     s.claims.pop((cell, incarnation), None)

@@ -6,6 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
+from rich.table import Table
+from rich.text import Text
+
 BLUE, ORANGE, GREEN, PINK, SKY, RED, INK, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#222222", "#8A8A8A"
 SERIES: Final = (BLUE, ORANGE, GREEN, PINK, SKY, RED)  # Okabe and Ito's, told apart by colour-blind eyes
 _TICKS: Final = "▁▂▃▄▅▆▇█"
@@ -15,6 +18,11 @@ _CONTROL: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07
 def plain(text: str) -> str:
     """Text that came from an agent, without control sequences."""
     return _CONTROL.sub("", text)
+
+
+def brief(value: float | None, form: str = ".2f") -> str:
+    """A number for people, a dash for none."""
+    return "–" if value is None else format(value, form)
 
 
 def mean(values: Sequence[float]) -> float | None:
@@ -38,6 +46,28 @@ def chart(values: Sequence[float], width: int, height: int, low: float, high: fl
         fill = [min(8, max(0, e - row * 8)) for e in eighths]
         rows.append("".join(" " if f == 0 else _TICKS[f - 1] for f in fill))
     return rows
+
+
+def score_chart(text: Text, values: Sequence[float], width: int, height: int) -> None:
+    """Append a chart of values between 0 and 1, with an axis, to `text`."""
+    for i, row in enumerate(chart(values, width, height, 0.0, 1.0)):
+        text.append(f"\n{'1.0' if i == 0 else '0.0' if i == height - 1 else '   '} │", style="grey50")
+        text.append(row, style="green")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Table:
+    """As many columns as there is room for, the first in any case."""
+    made = Table(box=None, header_style="grey50", padding=(0, 1))
+    columns: list[tuple[str, ...]] = []
+    for title, *column in zip(head, *rows, strict=True):
+        width -= 2 + max(map(len, [title, *column]))
+        if columns and width < 0:
+            break
+        made.add_column(Text(title), justify="right", no_wrap=True)
+        columns.append(tuple(column))
+    for row in zip(*columns, strict=True):
+        made.add_row(*map(Text, row))  # never markup
+    return made
 
 
 def clock(seconds: float) -> str:

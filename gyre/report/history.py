@@ -43,7 +43,8 @@ class History:
         self._name = name
         self._zero: float | None = None
         self._now = 0.0
-        self._dispatch = self._failure = ""
+        self._begun: dict[str, Any] = {}
+        self._failure = ""
         self._core = ""
         self._trainers: dict[str, None] = {}  # in order of appearance
         self._engines: dict[str, None] = {}
@@ -72,7 +73,7 @@ class History:
         f = e.fields
         match e.kind:
             case "buffer_started":
-                self._dispatch = str(f.get("dispatch", ""))
+                self._begun = f
                 self._halt = silent_since, self._now
             case "failure":
                 self._failure = plain(str(f.get("reason", "")))
@@ -80,7 +81,8 @@ class History:
                 self._term(f)
             case "publication":
                 self._engines.update(dict.fromkeys(map(str, f.get("cells", ()))))
-                self._bursts.append(Burst(len(self._bursts) + 1, self._now, self._now, int(f["step"]), predicted=f.get("staleness_predicted")))
+                predicted, seconds = f.get("staleness_predicted"), float(f.get("seconds") or 0.0)
+                self._bursts.append(Burst(len(self._bursts) + 1, self._now, self._now, int(f["step"]), (), predicted, seconds))
             case "role":
                 cell, before, phase, reason = (plain(str(f.get(k, ""))) for k in ("cell", "from", "phase", "reason"))
                 if self._halt is not None and self._teller not in ("", e.proc):
@@ -194,7 +196,8 @@ class History:
         micro = [replace(s, micro_steps=tuple((self._cell(c), n) for c, n in s.micro_steps)) for s in steps]
         return Timeline(
             self._name, start, end, cells, spans, tuple(bursts), tuple(micro), tuple(self._groups.values()), tuple(executions), tuple(marks),
-            tuple(self._water), self._dispatch, harness_timeout_s, overall_timeout_s, self._failure, tuple(messages),
+            tuple(self._water), str(self._begun.get("dispatch", "")), harness_timeout_s, overall_timeout_s, self._failure, tuple(messages),
+            begun=self._begun,
         )  # fmt: skip
 
     def _cell(self, process: str) -> str:

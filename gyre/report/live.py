@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gyre.report.figures import chart, clock, moving_average, plain
+from gyre.report.figures import clock, moving_average, plain, score_chart
 from gyre.types import RolloutState
 from gyre.wire.messages import Counters
 
@@ -31,17 +31,7 @@ _COLOURS: Final = {
     "discarded": "red",
 }
 _PHASES: Final = {"starting": "yellow", "ready": "green", "working": "green", "draining": "yellow", "failed": "red", "ended": "grey50"}
-_SHOWN: Final = (
-    "stall",
-    "reissued",
-    "group_discarded",
-    "voided",
-    "failure",
-    "term",
-    "checkpoint",
-    "logprob_alarm",
-    "step_without_update",
-)
+_SHOWN: Final = ("stall", "reissued", "group_discarded", "voided", "failure", "term", "checkpoint", "logprob_alarm", "step_without_update")
 _STEP: Final = (
     ("reward_mean", "reward"),
     ("loss", "loss"),
@@ -111,16 +101,12 @@ class RunView:
 
     def _reward(self) -> RenderableType:
         smooth = moving_average(self.rewards, 5)
-        rows = chart(smooth, _CHART_WIDTH, _CHART_HEIGHT, 0.0, 1.0)
         text = Text("reward of the steps, mean of five" if smooth else "no step yet", style="bold")
         if smooth:
             text.append(f"   now {smooth[-1]:.2f}", style="bold green")
         for version, reward in (self.evals[:1] + self.evals[-1:]) if len(self.evals) > 1 else self.evals:
             text.append(f"   held-out at {version}: {reward:.2f}", style="magenta")
-        for i, row in enumerate(rows):
-            label = "1.0" if i == 0 else "0.0" if i == _CHART_HEIGHT - 1 else "   "
-            text.append(f"\n{label} │", style="grey50")
-            text.append(row, style="green")
+        score_chart(text, smooth, _CHART_WIDTH, _CHART_HEIGHT)
         shown = [(label, self.last_step[name]) for name, label in _STEP[1:] if self.last_step.get(name) is not None]
         text.append("\n    ")
         for label, value in shown:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from gyre.report import plots
-from gyre.report.figures import clock, plain
-from gyre.report.summary import COLUMNS, cell
+from gyre.report.figures import plain
+from gyre.report.summary import COLUMNS, cells, facts
 from gyre.report.timeline import Timeline
 
 _CSS: Final = """
@@ -35,16 +35,14 @@ def page(runs: Sequence[Timeline], summaries: Sequence[dict[str, Any]], chosen: 
             body.append(f'<p class="bad">{_text(t.name)} failed: {_text(t.failure)}</p>')
         body += [f"<p>{_text(t.name)}: {_text(m)}</p>" for m in t.messages]
     if summaries:
-        body.append(_summary(summaries))
+        columns = [facts(s) for s in summaries]  # one for each run
+        body.append(_table(["run", *(s["run_id"] for s in summaries)], [[label, *(c[label] for c in columns)] for label in columns[0]]))
     for i, drawing in enumerate(chosen):
         svg = plots.save([drawing], "svg", salt=f"gyre-{i}").decode()
         body.append(f"<figure>{svg[svg.index('<svg') :]}</figure>")
     for s in summaries:
         if s["table"]:
-            body += [
-                f"<h2>Steps of {_text(s['run_id'])}</h2>",
-                _table([h for h, _, _ in COLUMNS], [[cell(row[k], form) for _, k, form in COLUMNS] for row in s["table"]]),
-            ]
+            body += [f"<h2>Steps of {_text(s['run_id'])}</h2>", _table([h for h, _, _ in COLUMNS], cells(s["table"]))]
     body.append("<footer>Written by gyre-report. Times are counted from the first publication.</footer>")
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>gyre: {title}</title><style>{_CSS}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(body) + "\n</body></html>\n"
@@ -58,21 +56,3 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = ["<tr>" + "".join(f"<th>{_text(h)}</th>" for h in head) + "</tr>"]
     lines += ["<tr>" + "".join(f"<td>{_text(c)}</td>" for c in row) + "</tr>" for row in rows]
     return '<div class="wide"><table>' + "\n".join(lines) + "</table></div>"
-
-
-def _summary(summaries: Sequence[dict[str, Any]]) -> str:
-    """A column for each run."""
-    lines: list[list[str]] = []
-    for s in summaries:
-        states = ", ".join(f"{n} {k}" for k, n in s["counts"].items() if n and k != "admitted")
-        evals = [cell((s["eval"][k] or {}).get("reward_mean"), ".3f") for k in ("before", "after")]
-        lines.append([
-            s["run_id"], f"{s['steps']} of {s['total_steps']}", "–" if s["seconds"]["total"] is None else clock(s["seconds"]["total"]),
-            f"{cell(s['reward']['first'], '.3f')} → {cell(s['reward']['last'], '.3f')}", " → ".join(evals),
-            f"{cell(s['staleness']['mean'], '.3g')} ({cell(s['staleness']['predicted'], '.3g')} predicted), max {cell(s['staleness']['max'], '.3g')}",
-            f"{s['counts']['admitted']} admitted: {states}" if states else str(s["counts"]["admitted"]),
-            ", ".join(f"{n} {k}" for k, n in s["endings"].items()) or "–",
-        ])  # fmt: skip
-    labels = ("run", "steps", "time", "reward, first five → last ten steps", "held-out, before → after", "staleness", "executions", "endings")
-    rows = [[label, *(column[i] for column in lines)] for i, label in enumerate(labels)]
-    return _table(rows[0], rows[1:])

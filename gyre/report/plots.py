@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import matplotlib
@@ -47,28 +48,29 @@ def drawings(runs: Sequence[Timeline], burst: int | None = None) -> list[Drawing
     with_cells = [t for t in runs if t.spans]
     if with_cells:
         height = 1.0 + sum(0.75 + 0.24 * min(ROWS_NAMED, len(t.cells)) for t in with_cells)
-        found.append(Drawing("roles", "Roles of the cells", height, lambda f: plot_times.roles(f, with_cells)))
+        found.append(Drawing("roles", "Roles of the cells", height, partial(plot_times.roles, runs=with_cells)))
     for t in runs:
         chosen = timeline.bursts_to_show(t, 1, burst)
         if chosen and t.cells:
             height = 3.0 + 0.3 * min(ROWS_NAMED, len(t.cells))
             title = f"Burst {chosen[0].number} of {name(t)}"
-            found.append(Drawing("burst", title, height, lambda f, t=t, b=chosen[0]: plot_times.burst(f, t, b)))  # type: ignore[misc]
+            found.append(Drawing("burst", title, height, partial(plot_times.burst, t=t, b=chosen[0])))
     leased = [t for t in runs if t.executions and t.bursts]
     if leased:
-        found.append(Drawing("slots", "Which execution held which slot", 0.9 + 2.6 * len(leased), lambda f: plot_times.slots(f, leased, burst)))
+        height = 0.9 + 2.6 * len(leased)
+        found.append(Drawing("slots", "Which execution held which slot", height, partial(plot_times.slots, runs=leased, burst=burst)))
     for t in runs:
         if timeline.trained(t):
-            found.append(Drawing("staleness", f"Staleness in {name(t)}", 3.4, lambda f, t=t: plot_numbers.staleness(f, t)))  # type: ignore[misc]
+            found.append(Drawing("staleness", f"Staleness in {name(t)}", 3.4, partial(plot_numbers.staleness, t=t)))
     others = [t for t in runs[1:] if timeline.speedup(runs[0], t)]
     if others:
-        found.append(Drawing("speedup", f"{name(runs[0])} over other runs", 3.4, lambda f: plot_numbers.speedup(f, runs[0], others)))
+        found.append(Drawing("speedup", f"{name(runs[0])} over other runs", 3.4, partial(plot_numbers.speedup, run=runs[0], others=others)))
     learned = [t for t in runs if any(s.grad_norm is not None for s in t.steps)]
     if learned:
-        found.append(Drawing("learning", "Gradient norm, score and time of the steps", 3.4, lambda f: plot_numbers.learning(f, learned)))
+        found.append(Drawing("learning", "Gradient norm, score and time of the steps", 3.4, partial(plot_numbers.learning, runs=learned)))
     ended = [t for t in runs if timeline.durations(t)[1]]
     if ended:
-        found.append(Drawing("durations", "How long queries and rollouts take", 0.9 + 1.9 * len(ended), lambda f: plot_numbers.durations(f, ended)))
+        found.append(Drawing("durations", "How long queries and rollouts take", 0.9 + 1.9 * len(ended), partial(plot_numbers.durations, runs=ended)))
     return found
 
 

@@ -34,17 +34,7 @@ from gyre.types import Purpose, RolloutState, TrajectoryMeta
 from gyre.wire import payload
 from gyre.wire.codec import Arrays
 from gyre.wire.messages import RolloutEnded
-from gyre.wire.rows import (
-    Codec,
-    EvalRow,
-    GroupRow,
-    GroupState,
-    MetaRow,
-    PublicationRow,
-    QueryRow,
-    RolloutRow,
-    StepRow,
-)
+from gyre.wire.rows import Codec, EvalRow, GroupRow, GroupState, MetaRow, PublicationRow, QueryRow, RolloutRow, StepRow, evaluated
 from gyre.wire.segments import Place, SegmentReader
 
 TRAJECTORY_SCHEMA: Final = "gyre.trajectory/1"
@@ -266,17 +256,9 @@ class RunReader:
         for e in self.eval_rows():
             if e.completed_at is None:
                 continue
-            graded = [r for r in self.rollout_rows(e.eval_id) if r.state is not RolloutState.DISCARDED]
-            by_kind: dict[str, list[float]] = {}
-            for r in graded:
-                by_kind.setdefault(kinds.get(r.query_id, ""), []).append(r.reward or 0.0)
-            sampled = [r for r in graded if r.version_min is not None]
             yield {
                 "schema": "gyre.eval/1", "run_id": self.meta.run_id, "eval_id": e.eval_id, "version": e.step, "term": e.term, "n": e.n,
-                "graded": len(graded), "reward_mean": _mean([r.reward or 0.0 for r in graded]),
-                "by_kind": {k: {"n": len(v), "reward_mean": _mean(v)} for k, v in sorted(by_kind.items()) if k},
-                "version_min": min((r.version_min or 0 for r in sampled), default=None),
-                "version_max": max((r.version_max or 0 for r in sampled), default=None),
+                **evaluated(self.rollout_rows(e.eval_id), kinds),
                 "issued_at": timestamp(e.issued_at), "completed_at": timestamp(e.completed_at),
             }  # fmt: skip
 
@@ -371,7 +353,3 @@ def _outcome(r: RolloutRow) -> Record:
 
 def _times(r: RolloutRow) -> Record:
     return {"dispatched_at": timestamp(r.dispatched_at), "ended_at": timestamp(r.ended_at)}
-
-
-def _mean(values: list[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None

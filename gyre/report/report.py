@@ -78,7 +78,7 @@ def _text(runs: Sequence[Timeline], summaries: Sequence[dict[str, Any] | None], 
         if t.failure:
             parts.append(Text(f"{t.name} failed: {t.failure}", style="red"))
         parts += [Text(f"{t.name}: {m}") for m in t.messages]
-    return [*parts, *sketch.sketches(runs, width, figures, burst)]
+    return parts + sketch.sketches(runs, width, figures, burst)
 
 
 def _put(data: bytes, output: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""The figures of runs as text: for terminals, pipes and files. The same facts as plots.py draws, as far as letters go.
+"""The figures of runs as text: for terminals, pipes and files. Lanes of letters along the time, tables where plots.py draws distributions.
 
 What colours say, letters say too, so that NO_COLOR and pipes lose nothing. Everything fits the given width.
 
@@ -7,18 +7,17 @@ Not here: numbers (timeline.py), where the text goes (show.py).
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gyre.report import timeline
-from gyre.report.figures import chart, edges, moving_average, unit
-from gyre.report.timeline import MarkKind, RoleSpan, Sample, Timeline
+from gyre.report.figures import brief, mean, table, unit
+from gyre.report.timeline import MarkKind, RoleSpan, Timeline
 from gyre.rules.roles import CellPhase
-from gyre.rules.staleness import summarize
+from gyre.rules.staleness import Summary, summarize
 
 _PHASES: Final = {
     CellPhase.ROLLOUT: ("░", "cyan", "rollout"),
@@ -31,22 +30,20 @@ _SIGNS: Final = {MarkKind.JOIN: "J", MarkKind.LEAVE: "L", MarkKind.VOID: "X"}
 _ROWS: Final = 24
 
 
-def sketches(runs: Sequence[Timeline], width: int, only: Sequence[str] = (), burst: int | None = None) -> list[Text]:
+def sketches(runs: Sequence[Timeline], width: int, only: Sequence[str] = (), burst: int | None = None) -> list[RenderableType]:
     """The figures that there are facts for, in the order of plots.drawings; `only` names those wanted (none: all)."""
     width = max(24, min(width, 120))
-    drawn: dict[str, Callable[[Timeline], Text | None]] = {
+    lanes: dict[str, Callable[[Timeline], Text | None]] = {
         "roles": lambda t: _roles(t, width),
         "burst": lambda t: _burst(t, width, burst),
         "slots": lambda t: _slots(t, width, burst),
-        "staleness": lambda t: _staleness(t, width),
-        "durations": lambda t: _durations(t, width),
     }
-    found = [text for name, draw in drawn.items() if not only or name in only for t in runs if (text := draw(t)) is not None]
-    if len(runs) > 1 and (not only or "speedup" in only):
-        found.append(_speedup(runs[0], runs[1:], width))
-    if (not only or "learning" in only) and any(s.grad_norm is not None for t in runs for s in t.steps):
-        found.append(_learning(runs, width))
-    return found
+    tables: dict[str, Callable[[Sequence[Timeline], int], RenderableType | None]] = {
+        "staleness": _staleness, "speedup": _speedup, "learning": _learning, "durations": _durations,
+    }  # fmt: skip
+    drawn: list[RenderableType | None] = [draw(t) for name, draw in lanes.items() if not only or name in only for t in runs]
+    drawn += [draw(runs, width) for name, draw in tables.items() if not only or name in only]
+    return [d for d in drawn if d is not None]
 
 
 def _title(name: str, t: Timeline, more: str = "") -> Text:
@@ -178,83 +175,58 @@ def _slots(t: Timeline, width: int, number: int | None) -> Text | None:
     return text
 
 
-def _staleness(t: Timeline, width: int) -> Text | None:
-    kinds: dict[str, list[Sample]] = {"trained": timeline.trained(t), "offered": timeline.offered(t)}
-    if not kinds["trained"]:
-        return None
-    text = _title("staleness", t, ", optimizer steps")
-    for name, samples in kinds.items():
-        between = [s.interpolated for s in samples if s.interpolated is not None]
-        for way, s in (("discrete", summarize([s.discrete for s in samples])), ("interpolated", summarize(between))):
-            if s.mean is not None:
-                _line(text, f"{name}, {way:<12} ", (f"mean {s.mean:.2f}", "bold"), f", p95 {s.p95:.3g}, max {s.max:.3g}, {s.n} groups")
-    top = max(s.discrete for samples in kinds.values() for s in samples)
-    room = max(4, (width - 8 - 2 * 6) // 2)
-    _line(text, f"{'steps':>5}  {'trained':<{room + 6}}offered")
-    for d in range(min(top, 20) + 1):
-        _line(text, f"{d:>5}  ")
-        for samples in kinds.values():
-            part = sum(s.discrete == d for s in samples) / len(samples) if samples else 0.0
-            text.append(f"{'█' * round(part * room):<{room}}", style="cyan")
-            text.append(f"{part:5.0%} ")
-    return text
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> RenderableType | None:
+    return Group(Text(title, style="bold", overflow="ellipsis", no_wrap=True), table(head, rows, width)) if rows else None
 
 
-def _durations(t: Timeline, width: int) -> Text | None:
-    queries, rollouts = timeline.durations(t)
-    if not rollouts:
-        return None
-    limits = {"H": t.harness_timeout_s, "O": t.overall_timeout_s}
-    room = width - 11
-    sides, logarithmic = edges(rollouts + queries, [x for x in limits.values() if x is not None], room)
-    scale, word = unit(max(rollouts))
-    text = _title("durations", t, f", {word}, {'logarithmic' if logarithmic else 'linear'}")
-    for name, values in (("rollouts", rollouts), ("queries", queries)):
-        if not values:
-            continue
-        counts = [float(sum(lo <= v < hi for v in values)) for lo, hi in itertools.pairwise(sides)]
-        for i, row in enumerate(chart(counts, room, 3, 0.0, max(counts))):
-            _line(text, f"{name if i == 2 else '':>9} │", (row, "cyan"))
-        s = summarize(values)
-        _line(text, " " * 10, f"mean {(s.mean or 0) / scale:.3g}, p95 {(s.p95 or 0) / scale:.3g}, max {(s.max or 0) / scale:.3g}, {s.n} {name}")
-    places = [(sum(x >= side for side in sides[1:]) / room, f"{sign} {x / scale:.3g}") for sign, x in limits.items() if x is not None]
-    _line(text, " " * 11, (_ruler(places, room), "bold"))
-    ended = [sum(e.ending == ending and not e.evaluation for e in t.executions) for ending in ("harness_timeout", "overall_timeout")]
-    _line(text, " " * 11, f"H harness time-out ({ended[0]} ended by it)   O overall time-out ({ended[1]})")
-    return text
+def _numbers(s: Summary, scale: float = 1.0) -> list[str]:
+    return [str(s.n), *(brief(None if x is None else x / scale, ".3g") for x in (s.mean, s.p95, s.max))]
 
 
-def _learning(runs: Sequence[Timeline], width: int) -> Text:
-    """A line of blocks for each run's gradient norm, logarithmic, and score; runs have the same scale."""
-    whole, to = timeline.compute_per_step(timeline.widest(runs)), timeline.widest(runs).name
-    norms = {t.name: [math.log10(s.grad_norm) for s in t.steps if s.grad_norm] for t in runs}
-    scores = {t.name: [s.score for s in t.steps if s.score is not None] for t in runs}
-    text = Text.assemble(("learning", "bold"), ", step by step", overflow="ellipsis", no_wrap=True)
-    every = [v for t in runs for v in norms[t.name]] or [0.0]
-    low, high = min(every), max(max(every), min(every) + 0.1)
-    room = max(8, min(60, width - 28))
+def _staleness(runs: Sequence[Timeline], width: int) -> RenderableType | None:
+    rows = []
     for t in runs:
-        _line(text, (t.name, "bold cyan"), "" if t.budget is None else f", J_max {t.budget}")
+        for kind, samples in (("trained", timeline.trained(t)), ("offered", timeline.offered(t))):
+            between = [s.interpolated for s in samples if s.interpolated is not None]
+            rows.append([t.name, f"{kind}, discrete", *_numbers(summarize([s.discrete for s in samples]))])
+            rows.append([t.name, f"{kind}, interpolated", *_numbers(summarize(between))])
+    return _table("staleness, optimizer steps", ("run", "", "groups", "mean", "p95", "max"), [r for r in rows if r[2] != "0"], width)
+
+
+def _durations(runs: Sequence[Timeline], width: int) -> RenderableType | None:
+    found = [(t, *timeline.durations(t)) for t in runs]
+    scale, word = unit(max((s for _, queries, rollouts in found for s in queries + rollouts), default=0.0))
+    rows = []
+    for t, queries, rollouts in found:
+        limits = []
+        for ending, limit in (("harness_timeout", t.harness_timeout_s), ("overall_timeout", t.overall_timeout_s)):
+            over = sum(e.ending == ending and not e.evaluation for e in t.executions)
+            limits.append("–" if limit is None else f"{limit / scale:.3g}, ended {over}")
+        rows.append([t.name, "rollouts", *_numbers(summarize(rollouts), scale), *limits])
+        rows.append([t.name, "queries", *_numbers(summarize(queries), scale), "", ""])
+    columns = ("run", "", "n", "mean", "p95", "max", "harness time-out", "overall time-out")
+    return _table(f"durations, {word}", columns, [r for r in rows if r[2] != "0"], width)
+
+
+def _learning(runs: Sequence[Timeline], width: int) -> RenderableType | None:
+    """Of the first five steps and the last five; seconds of forward and backward passes a step."""
+    if not any(s.grad_norm is not None for t in runs for s in t.steps):
+        return None
+    widest = timeline.widest(runs)
+    whole, rows = timeline.compute_per_step(widest), []
+    for t in runs:
+        norms, scores = [s.grad_norm for s in t.steps if s.grad_norm is not None], [s.score for s in t.steps if s.score is not None]
         compute = timeline.compute_per_step(t)
-        if compute is not None and whole:
-            text.append(f", forward and backward {compute:.3g} s a step, {compute / whole:.0%} of {to}'s")
-        for word, values, lo, hi in (("log norm", norms[t.name], low, high), ("score", moving_average(scores[t.name], 5), 0.0, 1.0)):
-            if values:
-                ends = (10**lo, 10**hi) if word == "log norm" else (lo, hi)
-                (row,) = chart(values, room, 1, lo, hi)
-                _line(text, f"{word:>9} │", (row, "cyan"), f"│ {ends[0]:.2g} to {ends[1]:.2g}")
-    return text
+        change = [f"{brief(mean(x[:5]), '.3g')} → {brief(mean(x[-5:]), '.3g')}" for x in (norms, scores)]
+        part = f"{compute / whole:.0%}" if compute is not None and whole else "–"
+        rows.append([t.name, str(t.budget or "–"), *change, brief(compute, ".3g"), part])
+    columns = ("run", "J_max", "gradient norm", "score", "compute, s", f"of {widest.name}'s")
+    return _table("learning, first five → last five steps", columns, rows, width)
 
 
-def _speedup(run: Timeline, others: Sequence[Timeline], width: int) -> Text:
-    text = Text.assemble(("speed-up", "bold"), " of ", (run.name, "bold cyan"), ", from the start to each step", overflow="ellipsis", no_wrap=True)
-    for other in others:
-        ratios = timeline.speedup(run, other)
-        if not ratios:
-            _line(text, f"over {other.name}: no step that both reached")
-            continue
-        n = max(1, min(6, (width - 30) // 14))
-        picked = [ratios[i * (len(ratios) - 1) // max(1, n - 1)] for i in range(n)] if n > 1 else ratios[-1:]
-        _line(text, f"over {other.name}: ", (f"{ratios[-1][1]:.2f}×", "bold"), f" at step {ratios[-1][0]}")
-        _line(text, "     " + "   ".join(f"step {s} {r:.2f}×" for s, r in dict.fromkeys(picked)))
-    return text
+def _speedup(runs: Sequence[Timeline], width: int) -> RenderableType | None:
+    rows = []
+    for other in runs[1:]:
+        if ratios := timeline.speedup(runs[0], other):
+            rows.append([other.name, *(f"{r:.2f}× at step {s}" for s, r in (ratios[0], ratios[len(ratios) // 2], ratios[-1]))])
+    return _table(f"speed-up of {runs[0].name}, from the start to each step", ("over", "first", "middle", "last"), rows, width)

@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from gyre.report.figures import chart, clock, mean, moving_average
+from gyre.report.figures import brief, clock, mean, moving_average, score_chart, table
 from gyre.report.read import RunReader
 from gyre.rules import staleness
 
@@ -30,7 +30,11 @@ def summarize(run_dir: Path) -> dict[str, Any]:
     with RunReader(run_dir) as reader:
         rows = list(reader.step_rows())
         table = [_row(r.step, r.manifest.get("stats", {}), r.metrics, r.committed_at, r.opened_at) for r in rows]
-        rewards = [r["reward"] for r in table if r["reward"] is not None]
+
+        def column(name: str) -> list[Any]:
+            return [r[name] for r in table if r[name] is not None]
+
+        rewards = column("reward")
         consumed = {g.group_id: g for g in reader.group_rows() if g.state == "consumed" and g.step is not None}
         stale = staleness.summarize([staleness.discrete(g.step - 1, g.version_step) for g in consumed.values() if g.step is not None])
         evals = list(reader.evals())
@@ -55,18 +59,15 @@ def summarize(run_dir: Path) -> dict[str, Any]:
                 "mean": stale.mean,
                 "p95": stale.p95,
                 "max": stale.max,
-                "interpolated": mean([r["staleness_interpolated"] for r in table if r["staleness_interpolated"] is not None]),
+                "interpolated": mean(column("staleness_interpolated")),
             },
             "counts": reader.counts(),
             "endings": dict(sorted(endings.items())),
-            "tokens": {"trained": sum(r["tokens"] or 0 for r in table), "trainable": sum(r["trainable_tokens"] or 0 for r in table)},
-            "logprob_diff": {
-                "mean": mean([r["logprob_diff_current_mean"] for r in table if r["logprob_diff_current_mean"] is not None]),
-                "max": max((r["logprob_diff_current_max"] for r in table if r["logprob_diff_current_max"] is not None), default=None),
-            },
+            "tokens": {"trained": sum(column("tokens")), "trainable": sum(column("trainable_tokens"))},
+            "logprob_diff": {"mean": mean(column("logprob_diff_current_mean")), "max": max(column("logprob_diff_current_max"), default=None)},
             "seconds": {
                 "total": last_at - first_at if first_at is not None and last_at is not None else None,
-                "trainer": {p: sum(r[f"seconds_{p}"] or 0.0 for r in table) for p in _SECONDS},
+                "trainer": {p: sum(column(f"seconds_{p}"), 0.0) for p in _SECONDS},
                 "execution_mean": {
                     p: mean([r.seconds[p] for r in rollouts if p in r.seconds]) for p in sorted({k for r in rollouts for k in r.seconds})
                 },
@@ -100,65 +101,50 @@ COLUMNS: Final = (
 )  # fmt: skip
 
 
+def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Steps as the words of COLUMNS."""
+    return [[brief(row[key], form) for _, key, form in COLUMNS] for row in rows]
+
+
 def drawing(s: dict[str, Any], width: int) -> RenderableType:
     """The figures for people, as wide as that."""
     rewards = [r["reward"] for r in s["table"] if r["reward"] is not None]
-    head = Text.assemble(("gyre ", "bold"), (s["run_id"], "bold cyan"), f"   {s['steps']} of {s['total_steps']} steps")
-    if s["seconds"]["total"] is not None:
-        head.append(f" in {clock(s['seconds']['total'])}")
-    parts: list[RenderableType] = [head, Text()]
+    parts: list[RenderableType] = [Text.assemble(("gyre ", "bold"), (s["run_id"], "bold cyan")), Text()]
     if rewards:
-        text = Text.assemble(
-            ("reward", "bold"), f" of the steps, mean of five: first five {cell(s['reward']['first'])}, last ten {cell(s['reward']['last'])}"
-        )
-        for i, row in enumerate(chart(moving_average(rewards, 5), max(8, min(72, width - 8)), 6, 0.0, 1.0)):
-            text.append(f"\n{'1.0' if i == 0 else '0.0' if i == 5 else '   '} │", style="grey50")
-            text.append(row, style="green")
+        text = Text.assemble(("reward", "bold"), " of the steps, mean of five")
+        score_chart(text, moving_average(rewards, 5), max(8, min(72, width - 8)), 6)
         parts += [text, Text()]
-    parts += [_table(s["table"], width), Text()]
+    n = len(s["table"])
+    shown = s["table"] if n <= _ROWS else [s["table"][i * (n - 1) // (_ROWS - 1)] for i in range(_ROWS)]  # evenly
+    parts += [table([title for title, _, _ in COLUMNS], cells(shown), width - 2), Text()]
     if s["eval"]["before"]:
-        parts += [_evals(s["eval"]), Text()]
-    st, lp = s["staleness"], s["logprob_diff"]
+        parts += [_evals(s["eval"], width - 2), Text()]
+    grid = Table.grid(padding=(0, 3, 0, 0))
+    for label, value in facts(s).items():
+        grid.add_row(label, value)
+    return Padding(Group(*parts, grid), (0, 1))
+
+
+def facts(s: dict[str, Any]) -> dict[str, str]:
+    """What became of a run, for people: a label and its words."""
+    st, lp, seconds = s["staleness"], s["logprob_diff"], s["seconds"]
+    evals = [brief((s["eval"][k] or {}).get("reward_mean")) for k in ("before", "after")]
     states = ", ".join(f"{n} {k}" for k, n in s["counts"].items() if n and k != "admitted")
-    parts.append(Text(f"staleness    predicted {cell(st['predicted'])}, mean {cell(st['mean'])}, p95 {cell(st['p95'])}, max {cell(st['max'])}"))
-    parts.append(Text(f"log-probs    trainer against engine: mean {cell(lp['mean'], '.1e')}, max {cell(lp['max'], '.1e')}"))
-    parts.append(Text(f"executions   {s['counts']['admitted']} admitted: {states}"))
-    parts.append(Text(f"endings      {', '.join(f'{n} {k}' for k, n in s['endings'].items())}"))
-    parts.append(Text("seconds      trainer: " + ", ".join(f"{k} {v:.1f}" for k, v in s["seconds"]["trainer"].items())))
-    parts.append(Text("             execution: " + ", ".join(f"{k} {v:.3f}" for k, v in s["seconds"]["execution_mean"].items() if v is not None)))
-    return Padding(Group(*parts), (0, 1))
+    return {
+        "steps": f"{s['steps']} of {s['total_steps']}" + ("" if seconds["total"] is None else f" in {clock(seconds['total'])}"),
+        "reward": f"first five steps {brief(s['reward']['first'])}, last ten {brief(s['reward']['last'])}",
+        "held-out": " → ".join(evals),
+        "staleness": f"predicted {brief(st['predicted'])}, mean {brief(st['mean'])}, p95 {brief(st['p95'])}, max {brief(st['max'])}",
+        "log-probs": f"trainer against engine: mean {brief(lp['mean'], '.1e')}, max {brief(lp['max'], '.1e')}",
+        "executions": f"{s['counts']['admitted']} admitted: {states or 'none'}",
+        "endings": ", ".join(f"{n} {k}" for k, n in s["endings"].items()) or "–",
+        "trainer": ", ".join(f"{k} {v:.1f} s" for k, v in seconds["trainer"].items()),
+        "an execution": ", ".join(f"{k} {v:.3f} s" for k, v in seconds["execution_mean"].items() if v is not None) or "–",
+    }
 
 
-def _table(rows: list[dict[str, Any]], width: int) -> Table:
-    """The steps, at most _ROWS of them, evenly; as many columns as there is room for."""
-    n = len(rows)
-    shown = rows if n <= _ROWS else [rows[i * (n - 1) // (_ROWS - 1)] for i in range(_ROWS)]
-    table = Table(box=None, header_style="grey50", padding=(0, 1))
-    cells: list[list[str]] = []
-    room = width - 2
-    for title, key, form in COLUMNS:
-        column = [cell(row[key], form) for row in shown]
-        room -= 2 + max(map(len, [title, *column]))
-        if room < 0:
-            break
-        table.add_column(title, justify="right")
-        cells.append(column)
-    for line in zip(*cells, strict=True):
-        table.add_row(*line)
-    return table
-
-
-def _evals(evals: dict[str, Any]) -> Table:
-    table = Table(box=None, header_style="grey50", padding=(0, 1))
+def _evals(evals: dict[str, Any], width: int) -> Table:
     kinds = sorted(evals["before"]["by_kind"])
-    for title in ("held-out at", "reward", *kinds):
-        table.add_column(title, justify="right")
-    for e in (evals["before"], evals["after"]):
-        if e:
-            table.add_row(str(e["version"]), cell(e["reward_mean"]), *(cell(e["by_kind"].get(k, {}).get("reward_mean")) for k in kinds))
-    return table
-
-
-def cell(value: float | None, form: str = ".2f") -> str:
-    """A number for people, a dash for none."""
-    return "–" if value is None else format(value, form)
+    rows = [[str(e["version"]), brief(e["reward_mean"]), *(brief(e["by_kind"].get(k, {}).get("reward_mean")) for k in kinds)]
+            for e in (evals["before"], evals["after"]) if e]  # fmt: skip
+    return table(("held-out at", "reward", *kinds), rows, width)

@@ -15,8 +15,9 @@ from __future__ import annotations
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from gyre.rules import staleness
 from gyre.rules.roles import CellPhase
@@ -54,6 +55,7 @@ class Burst:
     version: int
     steps: tuple[int, ...] = ()
     predicted: float | None = None  # mean staleness that the quota predicts
+    seconds: float = 0.0  # until its engines had the policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,7 @@ class Timeline:
     failure: str = ""
     messages: tuple[str, ...] = ()
     budget: int | None = None  # J_max: trajectories trained per execution at most
+    begun: dict[str, Any] = field(default_factory=dict)  # what the buffer said of the run when it was last started
 
 
 def phase_seconds(t: Timeline) -> dict[str, dict[CellPhase, float]]:

@@ -1,6 +1,7 @@
-"""The table of a micro-step's states. Pure; the ledger of gradients in prose is in docs/architecture.md.
+"""The table of a micro-step's states, which the buffer's machine follows. Pure; the ledger of gradients in prose is in docs/architecture.md.
 
-An accumulator belongs to (cell, incarnation, step): `void` takes every uncommitted micro-step of a lost incarnation at once.
+An accumulator belongs to (cell, incarnation, step): `void` takes every uncommitted micro-step of a lost incarnation at once. A core that starts from
+an older checkpoint has its groups packed anew, into other micro-steps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ class MicroStepEvent(StrEnum):
     ACCUMULATE = "accumulate"
     VOID = "void"  # the claim's lease ran out, or its incarnation was lost
     COMMIT = "commit"  # the step of its manifest is committed
-    REPLAY = "replay"  # a core restarted from a checkpoint that had not consumed it
 
 
 MICROSTEP_TRANSITIONS: Final[dict[tuple[MicroStepState, MicroStepEvent], MicroStepState]] = {
@@ -27,5 +27,5 @@ MICROSTEP_TRANSITIONS: Final[dict[tuple[MicroStepState, MicroStepEvent], MicroSt
     (MicroStepState.CLAIMED, MicroStepEvent.VOID): MicroStepState.QUEUED,
     (MicroStepState.ACCUMULATED, MicroStepEvent.VOID): MicroStepState.QUEUED,
     (MicroStepState.ACCUMULATED, MicroStepEvent.COMMIT): MicroStepState.COMMITTED,
-    (MicroStepState.COMMITTED, MicroStepEvent.REPLAY): MicroStepState.QUEUED,
 }
+"""A pair that is not here cannot happen."""

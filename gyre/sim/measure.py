@@ -1,4 +1,4 @@
-"""Figures of a simulated run, from its trace: staleness, roles, idleness, and the lower bound of its time."""
+"""Figures of a simulated run, from its trace as a timeline: staleness, roles, idleness, and the lower bound of its time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Final
 
 import msgspec
 
-from gyre.rules import staleness
+from gyre.report import timeline
+from gyre.report.timeline import Burst, Group, RoleSpan, Step, Timeline
+from gyre.rules.roles import CellPhase
 from gyre.sim.world import World
 
 WARM_UP_BURSTS: Final = 2
@@ -26,57 +28,54 @@ class Measured(msgspec.Struct, frozen=True):
     bound_hours: float | None  # None where phi > 0, or dispatch is continuous
 
 
-def measure(world: World) -> Measured:
-    """See `Measured`."""
-    hours = world.now / 3600
+def timeline_of(world: World) -> Timeline:
+    """A run's trace as what reports draw; times are virtual seconds."""
     published: list[tuple[float, int]] = []
-    admitted: dict[int, tuple[float, int]] = {}
-    taken: dict[int, int] = {}
-    trained = [0.0] * len(world.cells)
-    rollout = 0.0
-    since: dict[int, tuple[str, float]] = {c.index: ("rollout", 0.0) for c in world.cells}
+    admitted: list[tuple[float, int, int]] = []  # when, at which version, in which burst; groups are numbered in this order
+    consumed: dict[int, int] = {}
+    steps: list[Step] = []
+    spans: list[RoleSpan] = []
+    phases = [(CellPhase.ROLLOUT, 0.0) for _ in world.cells]
 
     def leave(cell: int, now: float) -> None:
-        nonlocal rollout
-        phase, begun = since[cell]
-        if phase == "train":
-            trained[cell] += now - begun
-        elif phase == "rollout":
-            rollout += now - begun
+        phase, begun = phases[cell]
+        spans.append(RoleSpan(world.cells[cell].name, phase, begun, now))
 
-    micro = 0
     for now, kind, *rest in world.trace:
-        if kind == "publish":
-            published.append((now, rest[1]))
-        elif kind == "admit":
-            admitted[rest[0]] = (now, len(published) - 1)
-        elif kind == "take":
-            taken[rest[0]] = rest[1]
-        elif kind == "micro":
-            micro += 1
-        elif kind == "role":
-            leave(rest[0], now)
-            since[rest[0]] = (rest[2], now)
-    for cell in since:
+        match kind:
+            case "publish":
+                published.append((now, rest[1]))
+            case "admit":
+                admitted.append((now, rest[1], len(published)))
+            case "commit":
+                steps.append(Step(rest[0], now, now))
+                consumed.update(dict.fromkeys(rest[1], rest[0]))
+            case "role":
+                leave(rest[0], now)
+                phases[rest[0]] = (CellPhase(rest[2]), now)
+    for cell in range(len(phases)):
         leave(cell, world.now)
+    ends = [*(at for at, _ in published[1:]), world.now]
+    bursts = tuple(Burst(n, at, end, version) for n, ((at, version), end) in enumerate(zip(published, ends, strict=True), 1))
+    groups = tuple(Group(f"g{g}", at, version, burst, step=consumed.get(g)) for g, (at, version, burst) in enumerate(admitted))
+    return Timeline("simulated", 0.0, world.now, tuple(c.name for c in world.cells), tuple(spans), bursts, tuple(steps), groups)
 
-    warm = WARM_UP_BURSTS * world.mu if world.work.bursts > 2 * WARM_UP_BURSTS else 0
-    discrete, moved = [], []
-    for group, v_t in taken.items():
-        at, p = admitted[group]
-        if v_t < warm:
-            continue
-        start, v_d = published[p]
-        end, v_next = published[p + 1] if p + 1 < len(published) else (world.now, v_d)
-        discrete.append(float(staleness.discrete(v_t, v_d)))
-        moved.append(staleness.interpolated(v_t, v_d, v_next, staleness.fraction_of_interval(at, start, end)))
+
+def measure(world: World) -> Measured:
+    """See `Measured`."""
+    t = timeline_of(world)
+    warm = t.bursts[WARM_UP_BURSTS].start if world.work.bursts > 2 * WARM_UP_BURSTS else 0.0
+    samples = [s for s in timeline.trained(t) if s.at > warm]
+    seconds = timeline.phase_seconds(t).values()
+    trained, rollout = (sum(s[phase] for s in seconds) for phase in (CellPhase.TRAIN, CellPhase.ROLLOUT))
+    micro = sum(kind == "micro" for _, kind, *_ in world.trace)
     slots = rollout * world.system.slots_per_cell
     return Measured(
-        hours,
-        discrete,
-        moved,
-        [t / world.now for t in trained],
-        1 - micro * world.micro_s / sum(trained) if sum(trained) else 0.0,
+        world.now / 3600,
+        [float(s.discrete) for s in samples],
+        [s.interpolated for s in samples if s.interpolated is not None],
+        list(timeline.train_fraction(t).values()),
+        1 - micro * world.micro_s / trained if trained else 0.0,
         max(0.0, 1 - world.pool.busy_s(world.now) / slots) if slots else 0.0,
         bound_hours(world),
     )

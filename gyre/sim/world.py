@@ -70,7 +70,7 @@ class World:
         self.work = workload.workload
         self.rule, self.seed, self.stream, self._ask_known = rule, seed, stream, ask_known
         self.B, self.N, self.mu = s.groups_per_step, s.rollouts_per_group, s.steps_per_burst
-        self.quota = admission.quota(s.dispatch, target, self.B, self.mu, "take")
+        self.quota = admission.quota(s.dispatch, target, self.B, self.mu)
         self.total_groups = self.work.bursts * self.mu * self.B
         self.micro_s = self.work.train_cell_h_per_group * 3600 / self.N
         self.pool: Pool

@@ -61,8 +61,6 @@ class Saved(Protocol):
 
     def write(self, directory: Path) -> None: ...
 
-    def read(self, directory: Path) -> None: ...
-
 
 class Checkpoint(msgspec.Struct, frozen=True):
     """A checkpoint that was read and found whole."""
@@ -107,11 +105,6 @@ def _write(work: Path, learner: Saved, state: State) -> None:
     for p in work.rglob("*"):
         _fsync(p)
     _fsync(work)
-
-
-def restore(learner: Saved, checkpoint: Checkpoint) -> None:
-    """Set the optimizer of a learner whose policy was loaded from `checkpoint.path`. Raises `WorkFailed` when it is another model's."""
-    learner.read(checkpoint.path)
 
 
 def last_good(directory: Path, before: int | None = None) -> Checkpoint | None:

@@ -21,11 +21,11 @@ from gyre.config import Config
 from gyre.errors import WorkFailed
 from gyre.net.sockets import mint
 from gyre.train.metrics import Tally
-from gyre.train.protocols import Compute, Ended, Finished, Group, Reduce, Requester, Voided, Wait
+from gyre.train.protocols import Compute, Ended, Finished, Group, Reduce, Voided, Wait
 from gyre.types import TensorSpec, Version
 from gyre.weights.shared import attach, host_id
 from gyre.weights.snapshot import checksum_of
-from gyre.weights.transfer import Partial, pull
+from gyre.weights.transfer import Partial, Requester, pull
 from gyre.wire.messages import AttendStep, Hold, JoinStep, Member, Message, ReduceOrder, Refuse, StepEnded, StepOffer
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class CoreLink:
         self._asked: JoinStep | AttendStep | None = None
 
     async def join(self, incarnation: str) -> Version | None:
-        """See `protocols.Core`."""
+        """Pull the open step's weights and load them. None: no step is open yet, or they went away; try again. Raises `Finished`."""
         asked = JoinStep(id=self._mint(), cell=self._cell, incarnation=incarnation, host=self._host, wait_s=WAIT_S, ranks=self._ranks)
         match reply := await self._ask(asked, "the core's open step"):
             case StepOffer():
@@ -94,7 +94,7 @@ class CoreLink:
     async def attend(
         self, version: Version, own: Member, held: list[str], tally: Tally, *, attempt: int, failed: str, leaving: bool
     ) -> Reduce | Ended | Wait:
-        """See `protocols.Core`."""
+        """What becomes of the open step, whose weights are `version`. Raises `Voided` when the core is another."""
         asked = AttendStep(
             id=self._mint(), term=version.term, step=version.step + 1, cell=own.cell, incarnation=own.incarnation, micro_steps=list(held),
             tally=tally.numbers(), wait_s=WAIT_S, attempt=attempt, failed=failed, leaving=leaving,

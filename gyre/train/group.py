@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final, Protocol
 
@@ -75,11 +75,12 @@ def open_store(host: str) -> tuple[Any, str]:
 
 
 class TorchCollective:
-    """One member. `compute` runs the blocking part; a core makes its store with `open_store`."""
+    """One member. `compute` runs the blocking part (None: only `together` is called); a core makes its store with `open_store`."""
 
     def __init__(self, learner: Sums, compute: Compute | None, backend: str) -> None:
-        self._learner, self._backend = learner, backend
-        self._compute: Compute = compute if compute is not None else _here
+        self._learner: Any = learner
+        self._compute: Any = compute
+        self._backend = backend
         if backend == "nccl" and not torch.cuda.is_available():
             raise UsageError("run.toml", "no usable GPU for NCCL", "set it to auto or gloo", "train.backend")
         self._store: Any = None
@@ -92,24 +93,17 @@ class TorchCollective:
 
     async def reduce(self, group: Group, deadline_s: float) -> None:
         """See `protocols.Collective`."""
-        await self._compute(self.reduce_now, group, deadline_s)
+        await self._compute(self.together, group, deadline_s, False)
 
     async def broadcast(self, group: Group, deadline_s: float) -> None:
         """See `protocols.Collective`."""
-        await self._compute(self.broadcast_now, group, deadline_s)
+        await self._compute(self.together, group, deadline_s, True)
 
-    def reduce_now(self, group: Group, deadline_s: float) -> None:
-        """The same, in the thread that computes."""
-        self._together(_reduce, group, deadline_s)
-
-    def broadcast_now(self, group: Group, deadline_s: float) -> None:
-        """The same, in the thread that computes."""
-        self._together(_broadcast, group, deadline_s)
-
-    def _together(self, operation: Any, group: Group, deadline_s: float) -> None:
+    def together(self, group: Group, deadline_s: float, weights: bool) -> None:
+        """Reduce accumulators, or broadcast `weights`, in the thread that computes. Raises `CollectiveFailed`."""
         end = time.monotonic() + deadline_s
         try:
-            operation(self._group(group, deadline_s), self._learner, group.rank, end, self._backend == "gloo")
+            (_broadcast if weights else _reduce)(self._group(group, deadline_s), self._learner, group.rank, end, self._backend == "gloo")
         except RuntimeError as e:  # what torch raises for a peer that is gone, and for a deadline
             self.close()
             raise CollectiveFailed(str(e).partition("] ")[2].partition(". ")[0] or str(e).partition("\n")[0]) from None
@@ -140,10 +134,6 @@ class TorchCollective:
         held, self._held = self._held, None
         if held is not None:
             held[1].abort()
-
-
-async def _here(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
 
 
 def _own_host(host: str, port: int) -> str:

@@ -22,31 +22,11 @@ from gyre.config import Config
 from gyre.errors import DeadlineExceeded, WorkFailed
 from gyre.net.sockets import mint
 from gyre.train.model import MicroStepData
-from gyre.train.protocols import Claimed, LeftLineage, Requester, Voided
+from gyre.train.protocols import Claimed, LeftLineage, Voided
 from gyre.types import Version
+from gyre.weights.transfer import Requester
+from gyre.wire import messages as w
 from gyre.wire.codec import Arrays
-from gyre.wire.messages import (
-    Accumulated,
-    Ack,
-    AcquireTerm,
-    CheckpointSaved,
-    ClaimMicroStep,
-    CommitStep,
-    Counters,
-    Manifest,
-    Member,
-    Message,
-    MicroStepClaimed,
-    Note,
-    NothingToClaim,
-    Published,
-    Refuse,
-    RenewClaims,
-    SealStep,
-    Subscribe,
-    TermGranted,
-    VoidIncarnations,
-)
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +45,7 @@ class Ledger:
         self.cell = cell
         self._client = client
         self._decode, self._mint = decode, mint
-        self._claim: ClaimMicroStep | None = None  # asked and not answered
+        self._claim: w.ClaimMicroStep | None = None  # asked and not answered
         self._life = 0
         self._first = incarnation
         self._timeout_s = config.net.request_timeout_s
@@ -74,22 +54,22 @@ class Ledger:
 
     async def acquire(self, step: int, *, fresh: bool = False, checkpoint_term: int = 0) -> int:
         """Become the core from the checkpoint at `step`, written under `checkpoint_term`. Returns the run's total of steps. Raises `LeftLineage`."""
-        asked = AcquireTerm(id=self._mint(), cell=self.cell, step=step, fresh=fresh, checkpoint_term=checkpoint_term)
+        asked = w.AcquireTerm(id=self._mint(), cell=self.cell, step=step, fresh=fresh, checkpoint_term=checkpoint_term)
         reply = await self._ask(asked, "gyre-buffer to grant a term")
         match reply:
-            case Refuse(stale=True):
+            case w.Refuse(stale=True):
                 raise LeftLineage(reply.reason)
-            case TermGranted():
+            case w.TermGranted():
                 self.term = reply.term
                 return reply.total_steps
-            case Refuse():
+            case w.Refuse():
                 raise WorkFailed(f"the buffer grants no term from step {step}: {reply.reason}")
             case _:
                 raise self._unexpected(reply)
 
-    async def claim(self, step: int) -> Claimed | NothingToClaim:
+    async def claim(self, step: int) -> Claimed | w.NothingToClaim:
         """The next micro-step of `step`, or why there is none now. Raises `Voided`."""
-        message = ClaimMicroStep(id=self._mint(), term=self.term, step=step, cell=self.cell, incarnation=self.incarnation, wait_s=WAIT_S)
+        message = w.ClaimMicroStep(id=self._mint(), term=self.term, step=step, cell=self.cell, incarnation=self.incarnation, wait_s=WAIT_S)
         self._check()
         self._claim = message
         try:
@@ -97,9 +77,9 @@ class Ledger:
         finally:
             self._claim = None
         match reply:
-            case MicroStepClaimed():
+            case w.MicroStepClaimed():
                 return Claimed(reply.micro_step_id, self._decode(reply.trajectories, arrays))
-            case NothingToClaim():
+            case w.NothingToClaim():
                 return reply
             case _:
                 raise self._refused(reply)
@@ -112,59 +92,59 @@ class Ledger:
     async def accumulated(self, step: int, micro_step_id: str) -> None:
         """Tell that a claim's gradient is in the accumulator. Raises `Voided`."""
         self._check()
-        message = Accumulated(id=self._mint(), term=self.term, step=step, micro_step_id=micro_step_id, cell=self.cell, incarnation=self.incarnation)
+        message = w.Accumulated(id=self._mint(), term=self.term, step=step, micro_step_id=micro_step_id, cell=self.cell, incarnation=self.incarnation)
         reply = await self._ask(message, f"gyre-buffer to note micro-step {micro_step_id}")
-        if not isinstance(reply, Ack):
+        if not isinstance(reply, w.Ack):
             raise self._refused(reply)
 
-    async def seal(self, step: int) -> Manifest | NothingToClaim:
+    async def seal(self, step: int) -> w.Manifest | w.NothingToClaim:
         """Close the step; its manifest, or what is missing for it. Raises `Voided`."""
         self._check()
-        reply = await self._ask(SealStep(id=self._mint(), term=self.term, step=step, wait_s=WAIT_S), f"the manifest of step {step}")
-        if isinstance(reply, Manifest | NothingToClaim):
+        reply = await self._ask(w.SealStep(id=self._mint(), term=self.term, step=step, wait_s=WAIT_S), f"the manifest of step {step}")
+        if isinstance(reply, w.Manifest | w.NothingToClaim):
             return reply
         raise self._refused(reply)
 
-    async def void(self, step: int, cells: list[Member], reason: str) -> None:
+    async def void(self, step: int, cells: list[w.Member], reason: str) -> None:
         """Give up these accumulators of `step`. Raises `Voided` when the step is over."""
-        message = VoidIncarnations(id=self._mint(), term=self.term, step=step, cells=cells, reason=reason)
+        message = w.VoidIncarnations(id=self._mint(), term=self.term, step=step, cells=cells, reason=reason)
         reply = await self._ask(message, f"gyre-buffer to void {', '.join(c.cell for c in cells)}")
-        if not isinstance(reply, Ack):
+        if not isinstance(reply, w.Ack):
             raise self._refused(reply)
 
     def abandon(self, step: int) -> None:
         """Tell, without waiting for an answer, that this cell ends and its accumulator of `step` with it."""
-        own = Member(self.cell, self.incarnation)
-        self._client.send(VoidIncarnations(id=self._mint(), term=self.term, step=step, cells=[own], reason="the cell was told to end"))
+        own = w.Member(self.cell, self.incarnation)
+        self._client.send(w.VoidIncarnations(id=self._mint(), term=self.term, step=step, cells=[own], reason="the cell was told to end"))
 
-    async def commit(self, manifest: Manifest, metrics: dict[str, float | None]) -> None:
+    async def commit(self, manifest: w.Manifest, metrics: dict[str, float | None]) -> None:
         """Make the update of a manifest count."""
-        message = CommitStep(id=self._mint(), term=self.term, step=manifest.step, hash=manifest.hash, metrics=metrics)
+        message = w.CommitStep(id=self._mint(), term=self.term, step=manifest.step, hash=manifest.hash, metrics=metrics)
         await self._must(message, f"gyre-buffer to commit step {manifest.step}")
 
     async def published(self, version: Version, cells: list[str], seconds: float) -> None:
         """Tell that the engines of `cells` serve `version`."""
-        message = Published(id=self._mint(), version=version, cells=cells, seconds=seconds)
+        message = w.Published(id=self._mint(), version=version, cells=cells, seconds=seconds)
         await self._must(message, f"gyre-buffer to note the publication of step {version.step}")
 
     async def checkpoint_saved(self, step: int, path: Path) -> None:
         """Tell that a restart will need nothing before `step`."""
-        message = CheckpointSaved(id=self._mint(), term=self.term, step=step, path=str(path))
+        message = w.CheckpointSaved(id=self._mint(), term=self.term, step=step, path=str(path))
         await self._must(message, f"gyre-buffer to note the checkpoint of step {step}")
 
     async def note(self, event: str, **fields: Any) -> None:
         """An event for the run's log."""
-        await self._must(Note(id=self._mint(), event=event, fields=fields), f"gyre-buffer to log {event}")
+        await self._must(w.Note(id=self._mint(), event=event, fields=fields), f"gyre-buffer to log {event}")
 
     async def until_finished(self) -> None:
         """Wait until nothing is left to do: the last policy evaluated, or the run failed, or the buffer gone, which ends by itself then."""
         while True:
-            question = Subscribe(id=self._mint(), min_interval_s=3600.0)
+            question = w.Subscribe(id=self._mint(), min_interval_s=3600.0)
             try:
                 reply, _ = await self._client.request(question, deadline_s=GONE_S, what="gyre-buffer to tell how far the run is")
             except DeadlineExceeded:
                 return
-            if not isinstance(reply, Counters) or reply.finished or reply.failure:
+            if not isinstance(reply, w.Counters) or reply.finished or reply.failure:
                 return
             await asyncio.sleep(LOOK_S)
 
@@ -181,45 +161,45 @@ class Ledger:
             term, incarnation = self.term, self.incarnation
             if term == 0:
                 continue  # has not joined anything
-            message = RenewClaims(id=self._mint(), term=term, cell=self.cell, incarnation=incarnation)
+            message = w.RenewClaims(id=self._mint(), term=term, cell=self.cell, incarnation=incarnation)
             reply = await self._ask(message, "gyre-buffer to renew claims")
-            if isinstance(reply, Refuse) and (term, incarnation) == (self.term, self.incarnation):
+            if isinstance(reply, w.Refuse) and (term, incarnation) == (self.term, self.incarnation):
                 self._voided = True
 
     def _check(self) -> None:
         if self._voided:
             raise Voided("its lease ran out")
 
-    async def _ask(self, message: Message, what: str) -> Message:
+    async def _ask(self, message: w.Message, what: str) -> w.Message:
         return (await self._request(message, what))[0]
 
-    async def _request(self, message: Message, what: str) -> tuple[Message, Arrays]:
+    async def _request(self, message: w.Message, what: str) -> tuple[w.Message, Arrays]:
         answer = await self._client.request(message, deadline_s=self._timeout_s, what=what)
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise asyncio.CancelledError  # before Python 3.12, asyncio.wait_for swallows a cancellation that meets its answer
         return answer
 
-    async def _must(self, message: Message, what: str) -> None:
+    async def _must(self, message: w.Message, what: str) -> None:
         match reply := await self._ask(message, what):
-            case Ack():
+            case w.Ack():
                 return
-            case Refuse():
+            case w.Refuse():
                 newer = "a newer core exists: " if reply.stale else ""
                 raise WorkFailed(f"the buffer refused {type(message).__name__}: {newer}{reply.reason}")
             case _:
                 raise self._unexpected(reply)
 
-    def _refused(self, reply: Message) -> Exception:
+    def _refused(self, reply: w.Message) -> Exception:
         """What a refusal of a cell's request means: voided if stale."""
         match reply:
-            case Refuse(stale=True):
+            case w.Refuse(stale=True):
                 return Voided(reply.reason)
-            case Refuse():
+            case w.Refuse():
                 return WorkFailed(f"the buffer refused: {reply.reason}")
             case _:
                 return self._unexpected(reply)
 
     @staticmethod
-    def _unexpected(reply: Message) -> Exception:
+    def _unexpected(reply: w.Message) -> Exception:
         return AssertionError(f"unexpected answer {type(reply).__name__}")

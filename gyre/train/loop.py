@@ -37,10 +37,12 @@ from typing import Any, Final, Protocol
 
 from gyre.config import Config
 from gyre.errors import WorkFailed
+from gyre.train.ledger import Ledger
 from gyre.train.metrics import Stopwatch, Tally, merged, step_metrics
 from gyre.train.objective import divisor
 from gyre.train.optimizer import learning_rate
-from gyre.train.protocols import Claimed, Compute, CoreLedger, Duty, Exchange, Learning, Lost, Publisher, Update, Voided
+from gyre.train.peers import Peers
+from gyre.train.protocols import Claimed, Compute, Duty, Learning, Lost, Publisher, Update, Voided
 from gyre.types import Version
 from gyre.wire.messages import Manifest, Member
 
@@ -62,9 +64,9 @@ class Loop:
     def __init__(
         self,
         learner: Learning,
-        ledger: CoreLedger,
+        ledger: Ledger,
         publisher: Publisher,
-        exchange: Exchange,
+        peers: Peers,
         duty: Duty,
         compute: Compute,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
@@ -78,7 +80,7 @@ class Loop:
         self.step = step
         self.saved = step  # the step of the last checkpoint; a fresh start has none and needs none
         self.dirty = False  # the weights are ahead of the last commit
-        self._learner, self._ledger, self._publisher, self._exchange, self._duty = learner, ledger, publisher, exchange, duty
+        self._learner, self._ledger, self._publisher, self._peers, self._duty = learner, ledger, publisher, peers, duty
         self._compute, self._spawn, self._save, self._board, self._config, self._report = compute, spawn, save, board, config, report
         self._total_steps = learner.total_steps
         self._published = step
@@ -95,7 +97,7 @@ class Loop:
         await self._announced()
 
     async def _one_step(self, step: int) -> None:
-        self._exchange.opened(self._version)
+        self._peers.opened(self._version)
         manifest, tally = await self._gather(step)
         finishing = asyncio.ensure_future(self._finish(manifest, tally))
         try:
@@ -115,7 +117,7 @@ class Loop:
 
     async def _finish(self, manifest: Manifest, tally: Tally) -> tuple[Update, dict[str, float | None]]:
         """Update and commit: from the first to the last, the weights are those of no step that counts."""
-        self._exchange.closing()
+        self._peers.closing()
         update = await self._update(manifest, tally)
         by = divisor(self._config.train, manifest.stats.executions, tally.trainable)
         metrics = step_metrics(
@@ -143,7 +145,7 @@ class Loop:
                         log.warning("step %d, reduction %d: %s; lost: %s", step, attempt, e, ", ".join(c.cell for c in e.cells) or "none")
                         if e.cells:
                             await self._ledger.void(step, e.cells, f"lost in the reduction: {e}")
-                        self._exchange.again()
+                        self._peers.again()
             except Voided as e:
                 in_vain = 0 if held else in_vain + 1
                 if in_vain > 1:  # a fresh incarnation is refused too: it is not about this one's gradients
@@ -157,7 +159,7 @@ class Loop:
                 await self._rest(step)
             with self._watch.phase("wait"):
                 claim = await self._ledger.claim(step)
-            self._exchange.idle = not isinstance(claim, Claimed) and not claim.drained
+            self._peers.idle = not isinstance(claim, Claimed) and not claim.drained
             if isinstance(claim, Claimed):
                 held.append(claim.micro_step_id)
                 self._report(f"step {step}: micro-step {len(held)}", {"step": step})
@@ -171,13 +173,13 @@ class Loop:
                 if isinstance(sealed, Manifest):
                     self._compare(sealed, held)
                     return sealed
-                self._exchange.again()
+                self._peers.again()
             else:
                 self._report(f"step {step} waits for {claim.waiting_for or 'groups'}", {"step": step})
 
     async def _rest(self, step: int) -> None:
         """The cell rolls out: optimizer and accumulator are kept, snapshots go on being lent, nothing is claimed."""
-        self._exchange.idle = True
+        self._peers.idle = True
         await self._compute(self._learner.sleep)
         self._duty.phase("idle")
         self._report(f"step {step} waits for this cell to train", {"step": step})
@@ -202,7 +204,7 @@ class Loop:
             return self._learner.tally
         started = self._now()
         with self._watch.phase("reduce"):
-            tallies = await self._exchange.reduce(manifest, own, attempt)
+            tallies = await self._peers.reduce(manifest, own, attempt)
         self._note("reduced", step=manifest.step, attempt=attempt, cells=[own.cell, *others], seconds=self._now() - started)
         return merged([self._learner.tally, *tallies])
 
@@ -221,7 +223,7 @@ class Loop:
     async def _broadcast(self, finished: bool) -> None:
         started = self._now()
         with self._watch.phase("broadcast"):
-            cells = await self._exchange.committed(self._version, finished=finished)
+            cells = await self._peers.committed(self._version, finished=finished)
         if cells:
             self._note("broadcast", step=self.step, cells=cells, seconds=self._now() - started)
 

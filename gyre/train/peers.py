@@ -197,7 +197,7 @@ class Peers:
 
     @property
     def idle(self) -> bool:
-        """The step cannot end now."""
+        """The step cannot end now (the loop says so). Who wants to leave gives back what it accumulated instead of waiting."""
         return self._idle
 
     @idle.setter
@@ -207,22 +207,22 @@ class Peers:
             self._answer_all()
 
     def opened(self, version: Version) -> None:
-        """See `protocols.Exchange`."""
+        """The step after `version` is open: its weights, frozen, may be had until `closing`."""
         self._term, self._open, self._done, self._reduced = version.term, version, version.step, []
         self._answer_all()
 
     def closing(self) -> None:
-        """See `protocols.Exchange`."""
+        """The weights are about to change: no snapshot is made of them from now on."""
         self._open = None
 
     def again(self) -> None:
-        """See `protocols.Exchange`."""
+        """There is something to claim again: whoever attends the step's end is sent back."""
         for cell, waiting in list(self._waiting.items()):
             if isinstance(waiting.message, AttendStep):
                 self._reply(cell, Hold(id=self._mint(), cause=waiting.message.id, idle=self._idle))
 
     async def reduce(self, manifest: Manifest, own: Member, attempt: int) -> list[Tally]:
-        """See `protocols.Exchange`."""
+        """Add the accumulators of the manifest's other cells to this one's, out of place. Returns the others' tallies. Raises `Lost`."""
         parts = {m: sorted(e.micro_steps) for e in manifest.entries if e.micro_steps and (m := Member(e.cell, e.incarnation)) != own}
         self._patient = True
         try:
@@ -277,7 +277,7 @@ class Peers:
         return m if (m.incarnation, m.term, m.step) == (member.incarnation, self._term, self._done + 1) else None
 
     async def committed(self, version: Version, *, finished: bool) -> list[str]:
-        """See `protocols.Exchange`."""
+        """The step is committed: give the new weights to those that stay. Returns their cells. A satellite's fault is not this one's."""
         await self._until(self._reduced, lambda m, a: True, _BACK_S)
         stay = sorted(
             Member(m.cell, m.incarnation) for w in self._waiting.values()

@@ -3,22 +3,19 @@
 `loop.Loop` (the core) and `satellite.Satellite` take these and nothing else of the world: no thread, socket, clock but the event loop's, or random
 number. So they run unchanged over real processes and in a deterministic world with virtual time.
 
-The real ones are `optimizer.Learner`, `ledger.Ledger`, `peers.Peers`, `corelink.CoreLink`, `group.TorchCollective`, `shell`. Of these `Ledger`,
-`Peers` and `CoreLink` have no transport of their own either: they take a `Client`, or a function that sends.
+They also take `ledger.Ledger`, `peers.Peers` and `corelink.CoreLink` as they are: these have no transport of their own, but are given a `Requester`,
+or a function that sends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from gyre.train.metrics import Tally
 from gyre.types import Version
-from gyre.wire.arrays import Array
-from gyre.wire.codec import Arrays
-from gyre.wire.messages import Manifest, Member, Message, NothingToClaim
+from gyre.wire.messages import Member
 
 Compute = Callable[..., Awaitable[Any]]
 """`await compute(function, *args)`: runs it where the cell computes, one call at a time in the order of asking."""
@@ -92,48 +89,6 @@ class Learning(Protocol):
         """Come back to the device."""
 
 
-class CellLedger(Protocol):
-    """The buffer, as any cell's trainer sees it. All but `note` raise `Voided`."""
-
-    term: int
-    cell: str
-    incarnation: str
-
-    async def claim(self, step: int) -> Claimed | NothingToClaim:
-        """The next micro-step of `step`, or why there is none now."""
-
-    async def accumulated(self, step: int, micro_step_id: str) -> None:
-        """A claim's gradient is in the accumulator."""
-
-    async def void(self, step: int, cells: list[Member], reason: str) -> None:
-        """These accumulators are lost, or given up."""
-
-    def abandon(self, step: int) -> None:
-        """This cell ends: its accumulator of `step` is lost. Told without waiting; if that is lost too, the lease tells it later."""
-
-    async def note(self, event: str, **fields: Any) -> None:
-        """An event for the run's log."""
-
-    def rejoin(self) -> None:
-        """Begin a new incarnation, with an empty accumulator."""
-
-
-class CoreLedger(CellLedger, Protocol):
-    """The buffer, as the core sees it. A refusal of what only the core may ask is `WorkFailed`: a newer core exists."""
-
-    async def seal(self, step: int) -> Manifest | NothingToClaim:
-        """Close the step; its manifest, or what is missing for it. Raises `Voided`."""
-
-    async def commit(self, manifest: Manifest, metrics: dict[str, float | None]) -> None:
-        """Make the update of a manifest count."""
-
-    async def published(self, version: Version, cells: list[str], seconds: float) -> None:
-        """The engines of `cells` serve `version`."""
-
-    async def checkpoint_saved(self, step: int, path: Path) -> None:
-        """A restart will need nothing before `step`."""
-
-
 class Publisher(Protocol):
     """How weights become the policy."""
 
@@ -142,28 +97,6 @@ class Publisher(Protocol):
 
     async def acknowledged(self, version: Version) -> list[str]:
         """Wait for the engines that load it. Returns their cells."""
-
-
-class Exchange(Protocol):
-    """The other cells, as the core sees them."""
-
-    idle: bool
-    """Set by the loop: the step cannot end now. Who wants to leave gives back what it accumulated instead of waiting."""
-
-    def opened(self, version: Version) -> None:
-        """The step after `version` is open: its weights, frozen, may be had until `closing`."""
-
-    def again(self) -> None:
-        """There is something to claim again: whoever attends the step's end is sent back."""
-
-    async def reduce(self, manifest: Manifest, own: Member, attempt: int) -> list[Tally]:
-        """Add the accumulators of the manifest's other cells to this one's, out of place. Returns the others' tallies. Raises `Lost`."""
-
-    def closing(self) -> None:
-        """The weights are about to change: no snapshot is made of them from now on."""
-
-    async def committed(self, version: Version, *, finished: bool) -> list[str]:
-        """The step is committed: give the new weights to those that stay. Returns their cells. A satellite's fault is not this one's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,18 +125,6 @@ class Wait:
     idle: bool
 
 
-class Core(Protocol):
-    """The core, as a satellite sees it."""
-
-    async def join(self, incarnation: str) -> Version | None:
-        """Pull the open step's weights and load them. None: no step is open yet, or they went away; try again. Raises `Finished`."""
-
-    async def attend(
-        self, version: Version, own: Member, held: list[str], tally: Tally, *, attempt: int, failed: str, leaving: bool
-    ) -> Reduce | Ended | Wait:
-        """What becomes of the open step, whose weights are `version`. Raises `Voided` when the core is another."""
-
-
 class Finished(Exception):
     """The run's last step is committed."""
 
@@ -229,13 +150,3 @@ class Duty(Protocol):
 
     def phase(self, role: str) -> None:
         """Report idle | joining | training | leaving."""
-
-
-class Requester(Protocol):
-    """What `Ledger` and `CoreLink` need of `net.sockets.Client`: ask, and repeat until answered."""
-
-    async def request(
-        self, message: Message, arrays: Mapping[str, Array] | None = None, *, deadline_s: float, what: str
-    ) -> tuple[Message, Arrays]: ...
-
-    def send(self, message: Message, arrays: Mapping[str, Array] | None = None) -> None: ...

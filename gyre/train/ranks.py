@@ -32,7 +32,7 @@ from torch import Tensor
 
 from gyre.config import Config
 from gyre.errors import WorkFailed
-from gyre.train.group import open_store
+from gyre.train.group import TorchCollective
 from gyre.train.metrics import Tally
 from gyre.train.model import MicroStepData, Policy, takes_trees
 from gyre.train.processes import EXIT_BEREFT, Followers, Ranks, join, lead
@@ -138,7 +138,7 @@ def perform(shards: Shards, command: Command, tensors: Mapping[str, Tensor] | No
         case Files(directory, write):
             (shards.write if write else shards.read)(Path(directory))
         case Across(group, deadline_s, weights):
-            shards.across(group, deadline_s, weights=weights)
+            shards.across(group, deadline_s, weights)
         case Rest(asleep):
             (shards.sleep if asleep else shards.wake)()
         case Build() | Pulse() | End():
@@ -273,13 +273,9 @@ class RankedLearner:
         """Set the optimizer from a checkpoint that any number of ranks wrote."""
         self._do(Files(str(directory), False))
 
-    def reduce(self, group: Group, deadline_s: float) -> None:
-        """Rank by rank, sum the accumulators of the group's cells into the core's `totals`. Raises `CollectiveFailed`."""
-        self._do(Across(group, deadline_s, False))
-
-    def broadcast(self, group: Group, deadline_s: float) -> None:
-        """Rank by rank, take the core's weights. Raises `CollectiveFailed`."""
-        self._do(Across(group, deadline_s, True))
+    def across(self, group: Group, deadline_s: float, weights: bool) -> None:
+        """Rank by rank, sum the accumulators of the group's cells into the core's `totals`, or take its `weights`. Raises `CollectiveFailed`."""
+        self._do(Across(group, deadline_s, weights))
 
     def sleep(self) -> None:
         """Leave the devices."""
@@ -303,28 +299,15 @@ class RankedLearner:
         self._group = None
 
 
-class RankedCollective:
-    """What a cell of several ranks does together with others; see `protocols.Collective`. The core keeps the store where all ranks meet."""
+class RankedCollective(TorchCollective):
+    """What a cell of several ranks does together with others: each rank in a group of its own, which ends with the rank (shards.py)."""
 
     def __init__(self, learner: RankedLearner, compute: Compute) -> None:
-        self._learner, self._compute = learner, compute
-        self._store: Any = None
+        super().__init__(learner, compute, "")  # type: ignore[arg-type]  # its sums are with the ranks
 
-    def open_store(self, host: str) -> str:
-        """Keep the store where members meet. Returns its address."""
-        self._store, address = open_store(host)
-        return address
-
-    async def reduce(self, group: Group, deadline_s: float) -> None:
-        """See `protocols.Collective`."""
-        await self._compute(self._learner.reduce, group, deadline_s)
-
-    async def broadcast(self, group: Group, deadline_s: float) -> None:
-        """See `protocols.Collective`."""
-        await self._compute(self._learner.broadcast, group, deadline_s)
-
-    def close(self) -> None:
-        """The ranks' groups end with the ranks."""
+    def together(self, group: Group, deadline_s: float, weights: bool) -> None:
+        """Rank by rank. Raises `CollectiveFailed`."""
+        self._learner.across(group, deadline_s, weights)
 
 
 def _is_loss(e: RuntimeError) -> bool:

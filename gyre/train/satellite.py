@@ -20,21 +20,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from gyre.train.protocols import (
-    CellLedger,
-    Claimed,
-    Collective,
-    CollectiveFailed,
-    Compute,
-    Core,
-    Duty,
-    Ended,
-    Finished,
-    Learning,
-    Reduce,
-    Voided,
-    Wait,
-)
+from gyre.train.corelink import CoreLink
+from gyre.train.ledger import Ledger
+from gyre.train.protocols import Claimed, Collective, CollectiveFailed, Compute, Duty, Ended, Finished, Learning, Reduce, Voided, Wait
 from gyre.types import Version
 from gyre.wire.messages import Member
 
@@ -47,8 +35,8 @@ class Satellite:
     def __init__(
         self,
         learner: Learning,
-        ledger: CellLedger,
-        core: Core,
+        ledger: Ledger,
+        core: CoreLink,
         collective: Collective,
         duty: Duty,
         compute: Compute,

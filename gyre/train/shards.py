@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from gyre.config import Config
 from gyre.errors import WorkFailed
 from gyre.train.group import TorchCollective
-from gyre.train.metrics import Tally
+from gyre.train.metrics import Tally, merged
 from gyre.train.model import MicroBatch, MicroStepData, Policy, TokenStats, micro_batches
 from gyre.train.optimizer import SHARDS, Learner, set_random_state
 from gyre.train.protocols import CollectiveFailed, Group
@@ -123,24 +123,10 @@ class Shards(Learner):
 
     def _count(self, part: Tally) -> None:
         """Add all ranks' tallies of a micro-step to each rank's."""
-        now, before = part.all_versions, part.current_version
-        sums = torch.tensor(
-            [part.trainable, part.loss_numerator, part.entropy, part.outside, part.too_old, now.tokens, now.total, before.tokens, before.total],
-            dtype=torch.float64,
-        )
-        largest = torch.tensor([now.largest, before.largest], dtype=torch.float64)
-        dist.all_reduce(sums, dist.ReduceOp.SUM, self._control)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, self._control)
-        trainable, loss, entropy, outside, too_old, *differences = sums.tolist()
-        self.tally.trainable += int(trainable)
-        self.tally.loss_numerator += loss
-        self.tally.entropy += entropy
-        self.tally.outside += int(outside)
-        self.tally.too_old += int(too_old)
-        for i, difference in enumerate((self.tally.all_versions, self.tally.current_version)):
-            difference.tokens += int(differences[2 * i])
-            difference.total += differences[2 * i + 1]
-            difference.largest = max(difference.largest, float(largest[i]))
+        own = torch.tensor(part.numbers(), dtype=torch.float64)
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(parts, own, self._control)
+        self.tally = merged([self.tally, *(Tally.of(p.tolist()) for p in parts)])
 
     def _norm(self, sums: list[Tensor]) -> float:
         squares = torch.stack([torch.linalg.vector_norm(s) for s in sums]).square().sum()
@@ -213,14 +199,14 @@ class Shards(Learner):
             if kind != "master":
                 self.adam.state[self.masters[name]][kind] = _local(value)
 
-    def across(self, group: Group, deadline_s: float, *, weights: bool) -> None:
+    def across(self, group: Group, deadline_s: float, weights: bool) -> None:
         """Reduce accumulators to the core, or take its weights: this rank with the same rank of the other cells, in a group of their own.
 
         The ranks of the cell agree whether it succeeded: if not, all of them raise `CollectiveFailed`, and accumulators are as before.
         """
         why, own = "", replace(group, name=f"{group.name}/{self.rank}")
         try:
-            (self._collective.broadcast_now if weights else self._collective.reduce_now)(own, deadline_s)
+            self._collective.together(own, deadline_s, weights)
         except CollectiveFailed as e:
             why = str(e)
         failed = torch.tensor([float(bool(why))])

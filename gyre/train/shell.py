@@ -45,7 +45,7 @@ from gyre.weights.transfer import PolicyServer
 from gyre.wire.messages import FromBuffer, FromTrain, Message, ToTrain
 
 if TYPE_CHECKING:
-    from gyre.train.ranks import RankedCollective, RankedLearner
+    from gyre.train.ranks import RankedLearner
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class Cell:
         await self._client.ready(self.config.run.start_timeout_s, "gyre-buffer")
         return self._client
 
-    def _collective(self, learner: Learner | RankedLearner) -> TorchCollective | RankedCollective:
+    def _collective(self, learner: Learner | RankedLearner) -> TorchCollective:
         if isinstance(learner, Learner):
             wanted, natural = self.config.train.backend, "nccl" if learner.policy.device.type == "cuda" else "gloo"
             return TorchCollective(learner, self.compute, natural if wanted == "auto" else wanted)
@@ -332,25 +332,22 @@ class Cell:
 
 def _learner(config: Config, found: checkpoint.Checkpoint | None) -> Learner | RankedLearner:
     """The model and its optimizer, from a checkpoint or from where the run starts."""
+    source = found.path if found else Path(config.model.path)
+    learner: Learner | RankedLearner
+    torch.manual_seed(config.run.seed)
     if config.train.engine == "paced":
         from gyre.train.paced import open_paced
 
-        paced = open_paced(config, found.path if found else None)
-        if found:
-            checkpoint.restore(paced, found)
-        return paced
-    if not config.model.path and found is None:
+        learner = open_paced(config, found.path if found else None)
+    elif not config.model.path and found is None:
         raise UsageError("run.toml", "missing", "name a Hugging Face model directory (--set model.path=DIR)", "model.path")
-    torch.manual_seed(config.run.seed)
-    source = found.path if found else Path(config.model.path)
-    learner: Learner | RankedLearner
-    if several(config):
+    elif several(config):
         from gyre.train.ranks import RankedLearner
 
         learner = RankedLearner(config, source, config.train.steps)
     else:
         learner = Learner(Policy.load(source, config.model, config.rollout.temperature, tree=takes_trees(config)), config.train, config.train.steps)
     if found:
-        checkpoint.restore(learner, found)
+        learner.read(found.path)
         log.info("resumed from %s", found.path)
     return learner

@@ -25,20 +25,9 @@ from gyre.net.keys import Keys
 from gyre.net.sockets import Client, Peer, mint
 from gyre.types import TensorSpec, Version
 from gyre.weights.snapshot import Gone, Snapshot, SnapshotStore, checksum_of
+from gyre.wire import messages as w
 from gyre.wire.arrays import Array
 from gyre.wire.codec import Arrays
-from gyre.wire.messages import (
-    Ack,
-    Chunk,
-    FromTrain,
-    Message,
-    PolicyAvailable,
-    PolicyLoaded,
-    PullChunk,
-    Refuse,
-    SnapshotGone,
-    WatchPolicy,
-)
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +37,7 @@ WATCH_EVERY_S: Final = 2.0
 WATCHER_TTL_S: Final = 20.0
 """An engine that did not watch again for so long is no longer waited for."""
 
-Send = Callable[[Peer, Message, Mapping[str, Array] | None], None]
+Send = Callable[[Peer, w.Message, Mapping[str, Array] | None], None]
 
 
 def reader(peer: Peer) -> str:
@@ -56,27 +45,26 @@ def reader(peer: Peer) -> str:
     return f"{peer.name}/{peer.incarnation}"
 
 
-def serve_chunk(store: SnapshotStore, now: float, peer: Peer, message: PullChunk, send: Send, mint: Callable[[], str] = mint) -> None:
+def serve_chunk(store: SnapshotStore, now: float, peer: Peer, message: w.PullChunk, send: Send, mint: Callable[[], str] = mint) -> None:
     """Answer a `PullChunk` from `store`."""
     try:
         data = store.read(now, reader(peer), message.version, message.offset, message.nbytes)
     except ValueError as e:
-        send(peer, Refuse(id=mint(), cause=message.id, reason=str(e)), None)
+        send(peer, w.Refuse(id=mint(), cause=message.id, reason=str(e)), None)
         return
     if not isinstance(data, Gone):
-        send(peer, Chunk(id=mint(), cause=message.id, version=message.version, offset=message.offset), {"data": data})
+        send(peer, w.Chunk(id=mint(), cause=message.id, version=message.version, offset=message.offset), {"data": data})
     elif data.latest is not None:
-        send(peer, SnapshotGone(id=mint(), cause=message.id, latest=data.latest), None)
+        send(peer, w.SnapshotGone(id=mint(), cause=message.id, latest=data.latest), None)
     else:
-        send(peer, Refuse(id=mint(), cause=message.id, reason="no weights have been published yet", stale=True), None)
+        send(peer, w.Refuse(id=mint(), cause=message.id, reason="no weights have been published yet", stale=True), None)
 
 
 class _Watcher(msgspec.Struct):
     peer: Peer
-    cause: str  # its last WatchPolicy
+    cause: str  # its last w.WatchPolicy
     seen: float
     loaded: Version | None = None
-    loaded_s: float = 0.0
 
 
 class PolicyServer:
@@ -103,21 +91,21 @@ class PolicyServer:
         """What is lent."""
         return self._store.latest
 
-    def handle(self, peer: Peer, message: Message) -> bool:
-        """Answer `message` if it is one of WatchPolicy, PullChunk, PolicyLoaded; else return False."""
+    def handle(self, peer: Peer, message: w.Message) -> bool:
+        """Answer `message` if it is one of w.WatchPolicy, w.PullChunk, PolicyLoaded; else return False."""
         now = self._clock()
         self._store.expire(now)
         match message:
-            case WatchPolicy():
+            case w.WatchPolicy():
                 self._on_watch(now, peer, message)
-            case PullChunk():
+            case w.PullChunk():
                 serve_chunk(self._store, now, peer, message, self._send)
-            case PolicyLoaded():
+            case w.PolicyLoaded():
                 watcher = self._watcher(now, peer, message.cell)
-                watcher.loaded, watcher.loaded_s = message.version, message.seconds
+                watcher.loaded = message.version
                 self._store.release(now, reader(peer), message.version)
                 self._changed.set()
-                self._send(peer, Ack(id=mint(), cause=message.id), None)
+                self._send(peer, w.Ack(id=mint(), cause=message.id), None)
             case _:
                 return False
         return True
@@ -130,7 +118,7 @@ class PolicyServer:
         watcher.peer, watcher.seen = peer, now
         return watcher
 
-    def _on_watch(self, now: float, peer: Peer, message: WatchPolicy) -> None:
+    def _on_watch(self, now: float, peer: Peer, message: w.WatchPolicy) -> None:
         if message.leaving:
             watcher = self._watchers.get(message.cell)
             if watcher is not None and watcher.peer.incarnation == peer.incarnation:
@@ -152,7 +140,7 @@ class PolicyServer:
             self._store.lease(self._clock(), reader(watcher.peer), latest.version)
         self._send(
             watcher.peer,
-            PolicyAvailable(
+            w.PolicyAvailable(
                 id=mint(), cause=watcher.cause, version=latest.version, tensors=latest.tensors, nbytes=latest.nbytes, checksum=latest.checksum
             ),
             None,
@@ -211,33 +199,19 @@ class PolicyClient:
         watch_every_s: float = WATCH_EVERY_S,
         keys: Keys | None = None,
     ) -> None:
-        self._address = address
-        self._load = load
-        self._cell = cell
-        self._incarnation = incarnation
-        self._run_id = run_id
-        self._timeout_s = request_timeout_s
-        self._resend_s = resend_s
-        self._chunk_bytes = chunk_bytes
-        self._watch_every_s = watch_every_s
-        self._keys = keys
-        self._offer: PolicyAvailable | None = None
+        self._address, self._load, self._cell, self._incarnation, self._run_id = address, load, cell, incarnation, run_id
+        self._timeout_s, self._resend_s, self._watch_every_s = request_timeout_s, resend_s, watch_every_s
+        self._chunk_bytes, self._keys = chunk_bytes, keys
+        self._offer: w.PolicyAvailable | None = None
         self._offered = asyncio.Event()
         self.version: Version | None = None
 
     async def run(self, start_timeout_s: float) -> None:
         """Watch and load until cancelled. Raises `DeadlineExceeded` when no trainer answers within `start_timeout_s`, or `Refused`."""
         client = Client.connect(
-            self._address,
-            FromTrain,
-            kind="rollout",
-            name=self._cell,
-            incarnation=self._incarnation,
-            run_id=self._run_id,
-            resend_s=self._resend_s,
-            on_push=self._on_push,
-            keys=self._keys,
-        )
+            self._address, w.FromTrain, kind="rollout", name=self._cell, incarnation=self._incarnation, run_id=self._run_id,
+            resend_s=self._resend_s, on_push=self._on_push, keys=self._keys,
+        )  # fmt: skip
         tasks: list[asyncio.Task[None]] = []
         try:
             await client.ready(start_timeout_s, "gyre-train")
@@ -249,17 +223,17 @@ class PolicyClient:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            client.send(WatchPolicy(id=mint(), cell=self._cell, leaving=True))  # else a publication would wait for an engine that sleeps
+            client.send(w.WatchPolicy(id=mint(), cell=self._cell, leaving=True))  # else a publication would wait for an engine that sleeps
             client.close()
 
-    def _on_push(self, message: Message, arrays: Arrays) -> None:
-        if isinstance(message, PolicyAvailable) and (self.version is None or message.version > self.version):
+    def _on_push(self, message: w.Message, arrays: Arrays) -> None:
+        if isinstance(message, w.PolicyAvailable) and (self.version is None or message.version > self.version):
             self._offer = message
             self._offered.set()
 
     async def _watch(self, client: Client) -> None:
         while True:
-            client.send(WatchPolicy(id=mint(), cell=self._cell, have=self.version))
+            client.send(w.WatchPolicy(id=mint(), cell=self._cell, have=self.version))
             await asyncio.sleep(self._watch_every_s)
 
     async def _follow(self, client: Client) -> None:
@@ -278,13 +252,13 @@ class PolicyClient:
             await self._acknowledge(client, offer.version, time.monotonic() - started)
 
     async def _acknowledge(self, client: Client, version: Version, seconds: float) -> None:
-        loaded = PolicyLoaded(id=mint(), version=version, cell=self._cell, seconds=seconds)
+        loaded = w.PolicyLoaded(id=mint(), version=version, cell=self._cell, seconds=seconds)
         try:
             await client.request(loaded, deadline_s=self._timeout_s, what=f"gyre-train to note version {version.term}.{version.step}")
         except DeadlineExceeded as e:
             log.warning("%s; the next watch tells it", e)
 
-    async def _pull(self, client: Client, offer: PolicyAvailable) -> bytearray | None:
+    async def _pull(self, client: Client, offer: w.PolicyAvailable) -> bytearray | None:
         """All bytes of a snapshot, verified, or None when it is gone (or the trainer is)."""
         partial = Partial(offer.version, offer.checksum, bytearray(offer.nbytes))
         failure = await pull(client, partial, timeout_s=self._timeout_s, chunk_bytes=self._chunk_bytes)
@@ -297,11 +271,13 @@ class PolicyClient:
 
 
 class Requester(Protocol):
-    """What a pull needs of a `Client`."""
+    """What a pull, and a trainer's questions, need of a `Client`: ask, and repeat until answered; or tell."""
 
     async def request(
-        self, message: Message, arrays: Mapping[str, Array] | None = None, *, deadline_s: float, what: str
-    ) -> tuple[Message, Arrays]: ...
+        self, message: w.Message, arrays: Mapping[str, Array] | None = None, *, deadline_s: float, what: str
+    ) -> tuple[w.Message, Arrays]: ...
+
+    def send(self, message: w.Message, arrays: Mapping[str, Array] | None = None) -> None: ...
 
 
 class Partial:
@@ -331,19 +307,19 @@ async def pull(client: Requester, partial: Partial, *, timeout_s: float, chunk_b
 
 async def _pull_chunk(client: Requester, partial: Partial, offset: int, chunk_bytes: int, timeout_s: float) -> str:
     nbytes = min(chunk_bytes, len(partial.data) - offset)
-    message = PullChunk(id=mint(), version=partial.version, offset=offset, nbytes=nbytes)
+    message = w.PullChunk(id=mint(), version=partial.version, offset=offset, nbytes=nbytes)
     try:
         reply, arrays = await client.request(message, deadline_s=timeout_s, what="a chunk of weights")
     except DeadlineExceeded as e:
         return str(e)
     match reply:
-        case Chunk() if len(arrays["data"]) == nbytes:
+        case w.Chunk() if len(arrays["data"]) == nbytes:
             partial.data[offset : offset + nbytes] = arrays["data"]
             partial.done.add(offset)
             return ""
-        case SnapshotGone():
+        case w.SnapshotGone():
             return f"gone, {reply.latest.term}.{reply.latest.step} replaced it"
-        case Refuse():
+        case w.Refuse():
             return reply.reason
         case _:
             return f"unexpected answer {type(reply).__name__}"

@@ -30,10 +30,6 @@ def f32(values: Iterable[float] = ()) -> array.array[float]:
     return array.array("f", values)
 
 
-def i8(values: Iterable[int] = ()) -> array.array[int]:
-    return array.array("b", values)
-
-
 def view(frame: bytes | bytearray | memoryview, dtype: str) -> memoryview[Any]:
     """A frame as elements of `dtype`. Raises ValueError when its size is no multiple of the element's."""
     raw = memoryview(frame).toreadonly().cast("B")

@@ -17,17 +17,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from gyre.types import (
-    CallRecord,
-    Ending,
-    GraphNode,
-    PackedTrajectory,
-    Sampling,
-    TensorSpec,
-    Ticket,
-    TrajectoryMeta,
-    Version,
-)
+from gyre.types import CallRecord, Ending, GraphNode, PackedTrajectory, Sampling, TensorSpec, Ticket, TrajectoryMeta, Version
 
 WIRE_VERSION: Final = 1
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
-from gyre.wire.arrays import Array
-from gyre.wire.codec import Arrays, Decoder, Frame, encode
+from gyre.wire.codec import Arrays, Decoder, Frame
 from gyre.wire.messages import RolloutEnded
 
 _decoder: Final = Decoder(RolloutEnded)
-
-
-def record(message: RolloutEnded, arrays: Mapping[str, Array]) -> list[Frame]:
-    """The frames to append to a segment."""
-    return encode(message, arrays)
 
 
 def parse(frames: Sequence[Frame]) -> tuple[RolloutEnded, Arrays]:

@@ -8,9 +8,11 @@ Invariants
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import types
 import typing
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -56,6 +58,11 @@ class Row(msgspec.Struct):
 
     TABLE: ClassVar[str] = ""
     KEY: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Values of the primary key."""
+        return tuple(getattr(self, k) for k in self.KEY)
 
 
 class MetaRow(Row):
@@ -192,6 +199,22 @@ class EvalRow(Row):
     void: bool = False
 
 
+def evaluated(rows: Iterable[RolloutRow], kinds: Mapping[str, str]) -> dict[str, Any]:
+    """What an evaluation's executions came to, from their rows and the kind of each query; rewards that there are none of are null."""
+    graded = [r for r in rows if r.state is not RolloutState.DISCARDED]
+    rewards: dict[str, list[float]] = {}
+    for r in graded:
+        rewards.setdefault(kinds.get(r.query_id, ""), []).append(r.reward or 0.0)
+    sampled = [r for r in graded if r.version_min is not None]
+    return {
+        "graded": len(graded),
+        "reward_mean": math.fsum(r.reward or 0.0 for r in graded) / len(graded) if graded else None,
+        "by_kind": {k: {"n": len(v), "reward_mean": math.fsum(v) / len(v)} for k, v in sorted(rewards.items()) if k},
+        "version_min": min((r.version_min or 0 for r in sampled), default=None),
+        "version_max": max((r.version_max or 0 for r in sampled), default=None),
+    }
+
+
 class StepRow(Row):
     """One optimizer step with its manifest."""
 
@@ -294,9 +317,6 @@ class Codec(typing.Generic[R]):
         return [
             encode(value).decode() if is_json else value for value, is_json in zip((getattr(row, c) for c in self.columns), self._json, strict=True)
         ]
-
-    def key(self, row: R) -> tuple[Any, ...]:
-        return tuple(getattr(row, k) for k in self.row.KEY)
 
     def decode(self, columns: list[str], values: tuple[Any, ...]) -> R:
         """A row from SQL values; `columns` names them. Unknown columns are ignored, missing ones and NULL take their default."""

@@ -74,18 +74,17 @@ class World:
                 case Put(row):
                     puts.append(row)
                 case Drop(row):
-                    del self.rows[(type(row), *self.codecs[type(row)].key(row))]
+                    del self.rows[type(row), *row.key]
                 case Store(row):
                     row.segment = 0
                 case Log():
                     self.log.append(e)
                 case _:
                     pass
+        dropped = {(type(e.row), *e.row.key) for e in effects if isinstance(e, Drop)}
         for row in puts:
-            if (type(row), *self.codecs[type(row)].key(row)) not in {
-                (type(e.row), *self.codecs[type(e.row)].key(e.row)) for e in effects if isinstance(e, Drop)
-            }:
-                self.rows[(type(row), *self.codecs[type(row)].key(row))] = self.codecs[type(row)].values(row)
+            if (type(row), *row.key) not in dropped:
+                self.rows[type(row), *row.key] = self.codecs[type(row)].values(row)
 
     def id(self) -> str:
         return f"m{next(self.ids)}"

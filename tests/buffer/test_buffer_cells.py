@@ -127,13 +127,15 @@ def test_an_older_term_is_refused(step):
     """A satellite of the core that was lost, and that core itself: nothing of theirs counts under the new term."""
     wd, core, one, _ = step
     one.take(1)
-    manifest_of_old = core.term
     assert wd.core(0).term == 2
     wd.publish(0)
-    late = w.CommitStep(id=wd.id(), term=manifest_of_old, step=1, hash="h", metrics={})
-    for answer in (one.claim(1), one.accumulate(1, one.held[0]), one.renew(), void(wd, 1, one, term=1), wd.one(late), core.claim(1)):
+    late = (
+        w.CommitStep(id=wd.id(), term=core.term, step=1, hash="h", metrics={}), w.SealStep(id=wd.id(), term=core.term, step=1, wait_s=0.0),
+        w.Published(id=wd.id(), version=Version(core.term, 0), cells=["c"], seconds=0.0),
+        w.CheckpointSaved(id=wd.id(), term=core.term, step=0, path=""),
+    )  # fmt: skip
+    for answer in (one.claim(1), one.accumulate(1, one.held[0]), one.renew(), void(wd, 1, one, term=1), core.claim(1), *map(wd.one, late)):
         assert isinstance(answer, w.Refuse) and answer.stale, answer
-    assert isinstance(wd.one(w.Published(id=wd.id(), version=Version(1, 0), cells=["c"], seconds=0.0)), w.Refuse)
     one = Cell(wd, "sat1", "b")
     everything = [one.take(1) for _ in range(6)]
     assert parts(wd.seal(1)) == {"sat1/b": sorted(everything)}, "all six are done again, once"

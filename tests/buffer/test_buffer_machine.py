@@ -449,23 +449,6 @@ def test_a_claim_waits_for_a_group_and_sent_again_gets_the_same_micro_step(world
     assert wd.one(again).micro_step_id == "s2.t1.m0"
 
 
-def test_a_lost_incarnation_is_voided_whole_and_refused(world):
-    wd = start(world, system__rollouts_per_group=1, train__micro_step_tokens=10, train__claim_ttl_s=60.0)
-    wd.finish_all()
-    first = wd.claim(1)
-    wd.accumulate(first.micro_step_id, 1)
-    second = wd.claim(1)
-    wd.tick(61.0)
-    assert wd.events("voided")[0]["micro_steps"] == [first.micro_step_id, second.micro_step_id]
-    refused = wd.one(w.RenewClaims(id="r", term=1, cell="core", incarnation="i1"))
-    assert isinstance(refused, w.Refuse) and refused.stale
-    wd.restart()
-    assert wd.accumulate(second.micro_step_id, 1).stale
-    assert wd.claim(1).stale
-    manifest = wd.train(1, incarnation="i2")
-    assert [(e.incarnation, e.micro_steps) for e in manifest.entries] == [("i2", [first.micro_step_id, second.micro_step_id])]
-
-
 def test_renewal_keeps_the_claims(world):
     wd = start(world, system__rollouts_per_group=1, train__claim_ttl_s=60.0)
     wd.finish_all()
@@ -510,21 +493,6 @@ def test_the_manifest_is_the_same_for_the_same_history(world):
         wd.finish_all()
         hashes.append(wd.train(1).hash)
     assert hashes[0] == hashes[1]
-
-
-def test_an_older_term_is_refused_everywhere(world):
-    wd = start(world)
-    wd.finish_all()
-    assert wd.core().term == 2
-    for answer in (
-        wd.claim(1, term=1),
-        wd.commit(1, "x", term=1),
-        wd.one(w.SealStep(id="s", term=1, step=1, wait_s=0.0)),
-        wd.one(w.RenewClaims(id="r", term=1, cell="core", incarnation="i1")),
-        wd.one(w.Published(id="p", version=Version(1, 0), cells=[], seconds=0.0)),
-        wd.one(w.CheckpointSaved(id="c", term=1, step=0, path="")),
-    ):
-        assert isinstance(answer, w.Refuse) and answer.stale
 
 
 def test_a_core_that_starts_from_an_older_checkpoint_replays_the_same_groups(world):

@@ -45,11 +45,6 @@ def test_an_infeasible_target_names_the_smallest(dispatch, target, mu, smallest)
         admission.quota(dispatch, target, 8, mu)
 
 
-def test_freed_at_the_commit_is_one_step_less():
-    take = admission.predicted_staleness("continuous", 16, 8, 1)
-    assert admission.predicted_staleness("continuous", 16, 8, 1, "commit") == take - 1
-
-
 @given(st.sampled_from(["boundary", "continuous"]), st.integers(1, 40), st.integers(1, 6), st.floats(0, 20))
 def test_rounding_is_at_most_half_a_group(dispatch, b, mu, above):
     target = admission.smallest_target(dispatch, b, mu) + above

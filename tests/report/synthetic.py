@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,19 @@ def write(folder: Path, dispatch: str = "boundary", rate: float = 1.0) -> Path:
     (folder / "events.jsonl").write_text("".join(encode(e) + "\n" for e in Made(dispatch, rate).events()))
     (folder / "run.toml").write_text(TOML + BUDGET.format(5 if dispatch == "continuous" or rate == 1.0 else 1))
     return folder
+
+
+class Page(HTMLParser):
+    """Collects what would be loaded or run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [v or "" for k, v in attrs if k in ("src", "href", "xlink:href", "data", "action") or k.startswith("on")]
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import msgpack
 import msgspec
 import pytest
 import recorded
+from click.testing import CliRunner
+from gyre_commands.dump import main
 
 from gyre.report.conversation import Conversations
 
@@ -23,8 +25,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def dump(*argv: object) -> subprocess.CompletedProcess[bytes]:
-    words = [sys.executable, "-m", "gyre_commands.dump", *map(str, argv)]
-    return subprocess.run(words, capture_output=True, timeout=120, check=False)
+    done = CliRunner().invoke(main, list(map(str, argv)))
+    return subprocess.CompletedProcess(argv, done.exit_code, done.stdout_bytes, done.stderr_bytes)
 
 
 def lines(*argv: object) -> list[dict[str, Any]]:

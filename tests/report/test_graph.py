@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import recorded
+from click.testing import CliRunner
+from gyre_commands.graph import main
+from synthetic import Page
 
 from gyre.report.graph.layout import Call, Chosen, Message, Node, Recorded, arrange
 
@@ -25,9 +27,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def graph(*argv: object, stdin: bytes = b"", **env: str) -> subprocess.CompletedProcess[bytes]:
-    known = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
-    words = [sys.executable, "-m", "gyre_commands.graph", *map(str, argv)]
-    return subprocess.run(words, input=stdin, capture_output=True, timeout=120, check=False, env={**known, **env})
+    done = CliRunner(env={"COLUMNS": None, "NO_COLOR": None, "FORCE_COLOR": None, **env}).invoke(main, list(map(str, argv)), input=stdin)
+    return subprocess.CompletedProcess(argv, done.exit_code, done.stdout_bytes, done.stderr_bytes)
 
 
 def test_parents_are_beside_their_first_child_and_others_are_below() -> None:
@@ -61,17 +62,6 @@ def test_svg_shows_counts_words_and_choice(run: Path) -> None:
         assert words in shown, words
     assert all(re.fullmatch(r"M\d+ \d+H\d+V\d+H\d+", e.get("d", "")) for e in picture.iter(f"{SVG}path")), "edges have right angles alone"
     assert {e.tag for e in picture.iter()} <= {f"{SVG}{t}" for t in ("svg", "style", "rect", "g", "text", "tspan", "path", "circle")}
-
-
-class Page(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.addresses: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.addresses += [v or "" for k, v in attrs if k in ("src", "href", "xlink:href", "data", "action") or k.startswith("on")]
 
 
 @pytest.mark.parametrize("form", ["tree", "svg", "html"])

@@ -182,6 +182,11 @@ def test_an_early_end_is_a_timeline_with_messages(events: tuple[tuple[float, str
     assert numbers.as_json(t)["bursts"] == []
 
 
+@pytest.mark.parametrize(("kind", "fields"), [("publication", {}), ("step", {"step": "x"}), ("admitted", {"group": "g"})])
+def test_an_event_that_lacks_what_its_kind_needs(kind: str, fields: dict[str, Any]) -> None:
+    assert log((0.0, kind, fields)).messages[-1].startswith(f"1 event left out: {kind}")
+
+
 def test_a_clock_that_was_set_back_stands_still() -> None:
     t = log((0.0, "publication", {"step": 0, "cells": ["a"]}), (9.0, "admitted", {"group": "g", "version": 0, "rollouts": 1}), (5.0, "finished", {}))
     assert (t.groups[0].admitted, t.end) == (9.0, 9.0)

@@ -123,4 +123,4 @@ def test_tables() -> None:
     assert turned(CellPhase.ROLLOUT, CellEvent.ORDER_TRAIN) is CellPhase.TO_TRAIN
     with pytest.raises(ValueError, match="rollout knows no joined"):
         turned(CellPhase.ROLLOUT, CellEvent.JOINED)
-    assert {s for s, _ in MICROSTEP_TRANSITIONS} == set(MICROSTEP_TRANSITIONS.values()) == set(MicroStepState)
+    assert {s for s, _ in MICROSTEP_TRANSITIONS} | {MicroStepState.COMMITTED} == set(MICROSTEP_TRANSITIONS.values()) == set(MicroStepState)

@@ -1,4 +1,4 @@
-"""The promises of a collective, kept by the one in memory and by torch's over Gloo alike."""
+"""The promises of a collective, kept by torch's over Gloo and by those in memory that other tests use alike."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import cells
 import pytest
 import torch
 from theorem import clock
@@ -29,7 +30,7 @@ class Numbers:
     def __init__(self, rank: int) -> None:
         self.totals: list[Tensor] | None = None
         self.sums = [torch.full((3, 2), 10.0**rank), torch.full((5,), 2 * 10.0**rank)]
-        self.weights = [torch.full((4,), float(rank)), torch.full((2, 2), 2.0 * rank)]
+        self.weights = [torch.full((4,), float(rank), dtype=torch.bfloat16), torch.full((2, 2), 2.0 * rank)]
 
 
 Scenario = Callable[[list[Numbers], list[Any], Group], Awaitable[None]]
@@ -71,7 +72,12 @@ def over_gloo(size: int, scenario: Scenario) -> None:
     asyncio.run(main())
 
 
-WORLDS = pytest.mark.parametrize("world", [in_memory, over_gloo])
+def in_one_process(size: int, scenario: Scenario) -> None:
+    learners, place = [Numbers(r) for r in range(size)], {}
+    asyncio.run(scenario(learners, [cells.MemoryCollective(x, place) for x in learners], Group("g", "", 0, size)))  # type: ignore[arg-type]
+
+
+WORLDS = pytest.mark.parametrize("world", [in_memory, in_one_process, over_gloo])
 World = Callable[[int, Scenario], None]
 
 

@@ -95,16 +95,22 @@ def events(tmp_path: Path) -> Path:
         lines.append(encode(Event(seq=len(lines), t_wall=t, t_mono=t - 50, proc="buffer", cause="", kind=kind, fields=fields)))
 
     log(50, "buffer_started", groups_per_step=2, rollouts_per_group=2, steps_per_burst=1, staleness_target=0.0, dispatch="boundary")
-    log(50, "publication", number=0, cells=["a", "b", "c"], seconds=9.0)
+    log(50, "term", term=1, step=0, cell="a-train")
+    log(50, "publication", number=0, step=0, cells=["a-rollout", "b-rollout", "c-rollout"], seconds=9.0)
+    log(50, "eval_issued", eval="e", version=0, n=1)
     for g in range(4):
-        for i in range(2):
-            log(150 + 100 * i, "rollout_ended", group=f"g{g}", purpose="train", leased_at=50.0, state="ready")
-    log(260, "rollout_ended", group="e", purpose="eval", leased_at=50.0, state="ready")
-    log(300, "role", cell="b", phase="to_train")
-    log(312, "role", cell="b", phase="train")
-    entries = [{"cell": "a"}, {"cell": "b"}]
-    log(400, "step", step=1, metrics={"seconds_compute": 30.0, "seconds_update": 4.0}, groups=["g0", "g1"], entries=entries)
-    log(405, "publication", number=1, cells=["a", "c"], seconds=3.0)
+        log(50, "admitted", group=f"g{g}", version=0, rollouts=2)
+    log(50, "leased", holder="box", rollouts=["e.0", *(f"g{g}.{i}" for g in range(4) for i in range(2))])
+    for i in range(2):
+        for g in range(4):
+            log(150 + 100 * i, "rollout_ended", rollout=f"g{g}.{i}", group=f"g{g}", purpose="train", ending="finished", state="waiting")
+    log(260, "rollout_ended", rollout="e.0", group="e", purpose="eval", ending="finished", state="consumed")
+    log(300, "role", **{"from": "rollout"}, cell="b", phase="to_train")
+    log(312, "role", **{"from": "to_train"}, cell="b", phase="train")
+    entries = [{"cell": f"{cell}-train", "micro_steps": ["m"]} for cell in "ab"]
+    log(396, "update", step=1, seconds=4.0)
+    log(400, "step", step=1, metrics={"seconds_compute": 30.0}, groups=["g0", "g1"], entries=entries)
+    log(405, "publication", number=1, step=1, cells=["a-rollout", "c-rollout"], seconds=3.0)
     (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "run.toml").write_text("[rollout]\nslots = 8\n")
     return tmp_path
@@ -134,6 +140,9 @@ def test_replay_of_a_run_without_its_configuration(tmp_path: Path) -> None:
 
 
 def test_replay_of_what_is_no_run(tmp_path: Path) -> None:
+    whole = (events(tmp_path) / "events.jsonl").read_text()
+    (tmp_path / "events.jsonl").write_text(whole.replace("staleness_target", "other"))
+    assert "does not say the run's staleness_target" in sim("--replay", str(tmp_path)).stderr
     (tmp_path / "events.jsonl").write_text("{}\n")
     assert "at least one step" in sim("--replay", str(tmp_path)).stderr, "a damaged line is left out"
     (tmp_path / "events.jsonl").write_text("")

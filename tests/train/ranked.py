@@ -125,15 +125,15 @@ def play(learner: Any, script: Script) -> dict[str, torch.Tensor]:
             learner.accumulate(data_of(m), 0)
         if script.meeting.rank == 0:
             try:
-                learner.reduce(replace(script.meeting, name="nobody comes"), 2.0)
+                learner.across(replace(script.meeting, name="nobody comes"), 2.0, False)
                 raise AssertionError("a meeting of one")
             except CollectiveFailed:
                 pass
-        learner.reduce(script.meeting, 60.0)
+        learner.across(script.meeting, 60.0, False)
         if script.meeting.rank == 0:
             update = learner.update(1, script.after[0].executions)
             found["reduced/norm"] = torch.tensor([update.grad_norm])
-        learner.broadcast(replace(script.meeting, name="weights"), 60.0)
+        learner.across(replace(script.meeting, name="weights"), 60.0, True)
         found |= {f"reduced/weight/{n}": t for n, t in weights(learner).items()}
     return found
 

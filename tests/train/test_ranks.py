@@ -189,7 +189,7 @@ def test_a_checkpoint_of_several_goes_on_with_one(model: Path, one: Played, step
     found = checkpoint.last_good(saved.parent)
     assert found is not None and found.path == saved and not list(saved.rglob("*.pt")) + list(saved.rglob(".metadata"))
     learner = plain(config_of(model, 1), saved)
-    checkpoint.restore(learner, found)
+    learner.read(found.path)
     same(part(one.found, "more:"), {n: t for s in steps[3:] for n, t in take(learner, s).items()})
 
 

@@ -285,11 +285,6 @@ def test_bad_model_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(e.value)
 
 
-def test_inverted_region_is_refused(tiny_model: Path) -> None:
-    with pytest.raises(UsageError, match="ratio_low"):
-        learner(tiny_model, ratio_low=2.0, ratio_high=0.5)
-
-
 def test_truncated_weights_are_said_in_one_line(tiny_model: Path, tmp_path: Path) -> None:
     from gyre.rollout.model import load_model
 

@@ -48,7 +48,7 @@ def test_update_and_checkpoint(micro_step: Any, tmp_path: Path) -> None:
     assert one.update(1, 2).updated
     path = checkpoint.save(tmp_path, one, term=1, step=1, lr=0.01, keep=1)
     two = learner(path)
-    checkpoint.restore(two, checkpoint.verify(path))
+    two.read(checkpoint.verify(path).path)
     assert torch.equal(one.policy.model.weight, two.policy.model.weight) and one.policy.model.weight.any()
     for each in (one, two):
         each.zero()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import types
 import typing
+from array import array
 from enum import Enum
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -16,11 +17,11 @@ import msgspec
 import pytest
 
 from gyre.wire import messages
-from gyre.wire.arrays import f32, i8, i32
+from gyre.wire.arrays import f32, i32
 from gyre.wire.codec import Decoder, WireError, encode
 
 GOLDEN = Path(__file__).with_name("golden.json")
-ARRAYS = {"i32": i32([7, -1]), "f32": f32([0.5, -0.25]), "i8": i8([0, 1]), "u8": memoryview(b"\x00\xff")}
+ARRAYS = {"i32": i32([7, -1]), "f32": f32([0.5, -0.25]), "i8": array("b", [0, 1]), "u8": memoryview(b"\x00\xff")}
 
 
 def message_types() -> dict[str, type[messages.Message]]:

@@ -59,7 +59,7 @@ def _draw(text: Text, s: Segment, prefix: str, lead: str, joined: bool, width: i
     text.append(lead, style="grey50")
     text.append(f"╭{'┴' if joined else '─'}", style=style)
     text.append(f" {head} ", style="bold" if s.through else "")
-    text.append(f"{fill}{f' {marks}' if marks else ''}╮\n" if not marks else f"{fill} {marks}╮\n", style=style)
+    text.append(f"{fill} {marks}╮\n" if marks else f"{fill}╮\n", style=style)
     for role, words in ends(s):
         text.append(prefix, style="grey50")
         text.append("│ ", style=style)

@@ -26,7 +26,7 @@ from gyre.net.sockets import Peer
 from gyre.trajectory.flatten import flatten
 from gyre.types import MicroStepState, Purpose, RolloutState
 from gyre.wire import payload
-from gyre.wire.codec import Arrays
+from gyre.wire.codec import Arrays, encode
 from gyre.wire.messages import Counters, Message, RolloutEnded, ToBuffer
 from gyre.wire.rows import GroupRow, GroupState, Item, MicroStepRow, RolloutRow, Row, StepRow
 from theorem.clock import Process
@@ -146,7 +146,7 @@ class Buffer:
                     case Store(row):
                         assert isinstance(message, RolloutEnded) and arrays is not None
                         row.segment = len(self.disk.payloads)
-                        self.disk.payloads.append([bytes(f) for f in payload.record(message, arrays)])
+                        self.disk.payloads.append([bytes(f) for f in encode(message, arrays)])
                     case Log(kind, fields):
                         events.append(Event(now.mono, kind, msgspec.to_builtins(fields)))
                     case Reply() | Deliver():
