@@ -130,40 +130,58 @@ def kill(run: Run, kinds: tuple[str, ...]) -> None:
     for kind in kinds:
         run.processes[kind].wait(30)
     for kind in kinds:
-        run.start(kind, *(["--resume"] if kind in ("train", "buffer") else []))
+        cells = ["--cells", str(run.folder / "hosts.txt")] if kind == "coord" else []
+        run.start(kind, *cells, *(["--resume"] if kind in ("train", "buffer", "coord") else []))
 
 
 @pytest.mark.parametrize("kinds", [(k,) for k in KINDS] + [KINDS], ids=lambda kinds: "+".join(kinds))
 def test_killed_at_random_moments_it_ends_as_if_it_had_not_been(torn: Run, whole: dict[str, Any], kinds: tuple[str, ...]) -> None:
+    torn.start_all()
+    through(torn, kinds)
+    torn.finish()
+    check(torn, whole)
+
+
+def test_a_coordinator_killed_at_random_moments(torn: Run, whole: dict[str, Any]) -> None:
+    """Its workers work on; the next one takes them over."""
+    torn.start("coord", "--cells", str(torn.folder / "hosts.txt"))
+    through(torn, ("coord",))
+    torn.wait("coord")
+    check(torn, whole)
+
+
+def through(run: Run, kinds: tuple[str, ...]) -> None:
+    """Kill processes of these kinds, all at once, and start them anew, again and again."""
     seed = sum(map(ord, "".join(kinds)))
     draw = random.Random(seed)
-    torn.start_all()
     kills = 0
     for at in sorted(draw.sample(range(STEPS - 3), KILLS)):
-        torn.until(lambda at=at: committed(torn) >= at, f"step {at}")  # type: ignore[misc]
+        run.until(lambda at=at: committed(run) >= at, f"step {at}")  # type: ignore[misc]
         time.sleep(draw.uniform(0, 1.0))
-        if any(torn.processes[kind].poll() is not None for kind in kinds):
+        if any(run.processes[kind].poll() is not None for kind in kinds):
             break  # the run is over
-        kill(torn, kinds)
+        kill(run, kinds)
         kills += 1
-    torn.finish()
-    found = ended_as(torn)
-    events = torn.dump("--kind", "events")
+    print(f"\nseed {seed}: {' and '.join(kinds)} killed {kills} times in {STEPS} steps")
+    assert kills > 0
+
+
+def check(run: Run, whole: dict[str, Any]) -> None:
+    found = ended_as(run)
+    events = run.dump("--kind", "events")
     again = sum(e["kind"] == "reissued" for e in events)
     replayed = sum(e["fields"]["steps_replayed"] for e in events if e["kind"] == "term")  # type: ignore[index]
-    print(f"\nseed {seed}: {' and '.join(kinds)} killed {kills} times in {STEPS} steps; {again} executions and {replayed} steps done again")
-    assert kills > 0
     assert found["steps"] == whole["steps"] == list(range(1, STEPS + 1))
     assert found["trained"] == whole["trained"]
     assert {t[5] for t in found["trained"]} == {"0.0", "1.0"}, "both rewards, or nothing would be learned"
     assert found["tensors"].keys() == whole["tensors"].keys()
-    first = load_file(Path(torn.config.read_text().split('path = "')[1].split('"')[0]) / "model.safetensors")
+    first = load_file(Path(run.config.read_text().split('path = "')[1].split('"')[0]) / "model.safetensors")
     worst = 0.0
     for n, x in whole["tensors"].items():
         if x.is_floating_point():
             size = float((x - first.get(n.removeprefix("model "), torch.zeros(()))).norm())  # how far weights have come; how large moments are
             worst = max(worst, float((found["tensors"][n] - x).norm()) / size if size else float(found["tensors"][n].norm()))
-    print(f"the largest relative difference of weights' way and of moments, by tensor: {worst:.1e}")
+    print(f"{again} executions and {replayed} steps done again; tensors differ by {worst:.1e} of their way at most")
     assert any(not torch.equal(x, found["tensors"][f"model {n}"]) for n, x in first.items()), "it learned nothing"
     assert worst < 1e-2
-    assert torn.left_behind() == []
+    run.until(lambda: run.left_behind() == [], "the end of all processes")
