@@ -155,9 +155,10 @@ def say_notes(backend: Backend, tasks: list[Task]) -> None:
     import collections
 
     notes = collections.Counter(note for task in tasks for note in task.notes)
-    if backend.name != "docker" and (n := sum(task.needs_image for task in tasks)):
-        notes[f"an image of its own: {backend.name} has none, its sandboxes see this machine's /usr"] = n
-    for note, n in notes.items():
+    if backend.name != "docker":
+        notes[f"an image of its own: {backend.name} has none, its sandboxes see this machine's /usr"] = sum(t.needs_image for t in tasks)
+        notes[f"environment.cpus: {backend.name} does not limit processor time"] = sum(t.cpus is not None for t in tasks)
+    for note, n in (+notes).items():  # those that are
         click.echo(f"{tasks[0].name if len(tasks) == 1 else f'{n} of {len(tasks)} tasks'}: {note}", err=True)
 
 

@@ -128,7 +128,7 @@ class Sandbox(Table, frozen=True, kw_only=True):
     workspace_mb: Annotated[int, _doc("Size of a workspace.", ge=1)] = 256
     memory_mb: Annotated[int, _doc("Memory of all processes of a sandbox together.", ge=16)] = 1024
     pids: Annotated[int, _doc("Processes and threads in a sandbox.", ge=4)] = 128
-    cpus: Annotated[float, _doc("Processors' worth of time for a sandbox; 0 is no limit; bubblewrap has none.", ge=0)] = 0.0
+    cpus: Annotated[float, _doc("Processors' worth of time for a sandbox; 0 is no limit; docker alone has one.", ge=0)] = 0.0
     output_kb: Annotated[int, _doc("Output kept of each process that gyre starts in a sandbox.", ge=1)] = 1024
     image: Annotated[str, _doc("docker: the image of tasks that have neither docker_image nor a Dockerfile.")] = ""
     runtime: Annotated[str, _doc('docker: the OCI runtime, as the daemon knows it (runc, runsc); "" is the daemon\'s default.')] = ""

@@ -29,7 +29,7 @@ CHANGES = ["ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bi
 def image_file() -> Path:
     """The image's files, made once."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gyre")
-    file = cache / "test-image-2.tar"
+    file = cache / "test-image-3.tar"
     if not file.exists():
         cache.mkdir(parents=True, exist_ok=True)
         part = cache / f"part-{os.getpid()}.tar"

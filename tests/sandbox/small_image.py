@@ -16,7 +16,7 @@ from typing import Final
 
 from gyre.sandbox.backends import interpreter
 
-WANTED: Final = {"python3", "procps"}
+WANTED: Final = {"python3", "procps", "libstdc++6"}  # the last for Node
 LEFT_OUT: Final = re.compile(
     r"/usr/share/(doc|man|locale|info|lintian|zoneinfo|perl|bash-completion)/|/(var|boot|home|root|run|tmp)/|.*/__pycache__/"
 )

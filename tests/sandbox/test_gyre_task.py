@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from gyre.config import Sandbox
+from gyre.sandbox.backends.choose import choose
+
 ROOT = Path(__file__).parents[2]
 BACKENDS = [["--backend", "bubblewrap"], ["--backend", "process", "--unsafe"]]
 
@@ -112,12 +115,18 @@ def test_tasks_of_a_harness_with_a_directory(make_task, tmp_path):
 
 def test_a_list_and_notes(make_task, tmp_path):
     make_task("a", toml="[environment]\nallow_internet = true\n")
-    make_task("b", toml='[environment]\nallow_internet = true\ndocker_image = "x:1"\n')
+    make_task("b", toml='[environment]\nallow_internet = true\ndocker_image = "x:1"\ncpus = 1\n')
     (tmp_path / "list.jsonl").write_text('{"path": "b"}\n{"path": "a"}\n')
     done = gyre_task("check", tmp_path / "list.jsonl", "-j", 1)
     assert (done.returncode, done.stdout) == (0, "ok    b  oracle 1  nop 0\nok    a  oracle 1  nop 0\n")
     assert "2 of 2 tasks: environment: network public: sandboxes have none\n" in done.stderr
     assert "1 of 2 tasks: an image of its own: bubblewrap has none" in done.stderr
+    assert "1 of 2 tasks: environment.cpus: bubblewrap does not limit processor time\n" in done.stderr
+
+
+def test_a_run_is_told_at_its_start_that_processor_time_is_not_limited():
+    assert "environment.cpus have no effect" in choose("bubblewrap", unsafe=False, table=Sandbox(), run="r").notes[0]
+    assert choose("bubblewrap", unsafe=False, table=Sandbox()).notes == []  # gyre-task, which knows its tasks
 
 
 def test_a_healthcheck_comes_before_the_agent(make_task):
