@@ -34,6 +34,8 @@ def main(cells: str | None, rule: str | None, ssh: str | None, steps: int | None
 
     def run() -> int:
         setup = cli.setup(options, {"train.steps": steps, "net.ssh": ssh}, "coord")
+        import asyncio
+
         from gyre.coord import hosts, launch
         from gyre.coord.launcher import Launcher
         from gyre.errors import UsageError
@@ -59,6 +61,13 @@ def main(cells: str | None, rule: str | None, ssh: str | None, steps: int | None
                 here=here, keys=bool(net.keys),
             )  # fmt: skip
 
+        async def reread() -> list[launch.Plan]:
+            lines = hosts.read(path)
+            plans = plans_of(lines)
+            if here:
+                await examine(lines, Launcher(setup.run_dir, net.ssh), setup, True)
+            return plans
+
         plans = plans_of(lines)
         reach = Launcher(setup.run_dir, net.ssh)
         if dry_run:
@@ -77,20 +86,18 @@ def main(cells: str | None, rule: str | None, ssh: str | None, steps: int | None
                 enough = f"{setup.run_dir}: step {done} is done, and train.steps = {setup.config.train.steps}: give more --steps to train on"
                 click.echo(enough, err=True)
             if here:
-                examine(lines, reach, setup, resume)
-            return see_through(setup, plans, bind, named, (lambda: plans_of(hosts.read(path))) if path != "-" else None, resume)
+                asyncio.run(examine(lines, reach, setup, resume))
+            return see_through(setup, plans, bind, named, reread if path != "-" else None, resume)
 
     cli.guarded(run)
 
 
-def examine(lines: list[Any], reach: Any, setup: cli.Setup, resume: bool) -> None:
-    """Look at every host before anything is started. To resume a run, some may be out of reach. Raises `UsageError`."""
-    import asyncio
-
+async def examine(lines: list[Any], reach: Any, setup: cli.Setup, resume: bool) -> None:
+    """Look at every host before anything is started. To go on with a run, some may be out of reach. Raises `UsageError`."""
     from gyre.coord import doctor
     from gyre.errors import UsageError
 
-    found = asyncio.run(doctor.examine(lines, reach, setup.config))
+    found = await doctor.examine(lines, reach, setup.config)
     told = [(h, f"{h.host.host}: {problem}") for h in found for problem in h.problems]
     bad = [text for h, text in told if h.reached or not resume]
     for _, text in told if resume else told[1:]:

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, assert_never
 
 import click
@@ -50,7 +50,8 @@ class Coordinator:
     """One run from launch to the last exit."""
 
     def __init__(
-        self, setup: Setup, plans: list[Plan], bind: str, rule: str = "async", reread: Callable[[], list[Plan]] | None = None, adopt: bool = False
+        self, setup: Setup, plans: list[Plan], bind: str, rule: str = "async",
+        reread: Callable[[], Awaitable[list[Plan]]] | None = None, adopt: bool = False,
     ) -> None:  # fmt: skip
         """`rule` as `gyre.rules.named` reads it; `reread` gives the plans of the hosts file as it is now, for SIGHUP; `adopt`: take over what
         lives of an earlier coordinator's. Raises `UsageError`."""
@@ -92,7 +93,7 @@ class Coordinator:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
-        loop.add_signal_handler(signal.SIGHUP, self._on_reload)
+        loop.add_signal_handler(signal.SIGHUP, lambda: self._aside(self._take_up()))
         serving = asyncio.create_task(self.server.serve(self._on_worker))
         try:
             for name in self.plans:
@@ -119,9 +120,7 @@ class Coordinator:
         return self.end
 
     async def _until_gone(self, serving: asyncio.Task[None], watching: asyncio.Task[None]) -> None:
-        terminal = sys.stderr.isatty()
-        console = Console(stderr=True)
-        live = Live(console=console, auto_refresh=False, transient=False) if terminal else None
+        live = Live(console=Console(stderr=True), auto_refresh=False, transient=False) if sys.stderr.isatty() else None
         if live:
             live.start()
         drawn = 0.0
@@ -254,10 +253,10 @@ class Coordinator:
         if code is not None:
             os._exit(code)
 
-    def _on_reload(self) -> None:
+    async def _take_up(self) -> None:
         """The answer to whoever sent the signal is left in the run directory."""
         try:
-            answer = self._reload()
+            answer = self._reload(await self._reread() if self._reread is not None else list(self.plans.values()))
             log.info("hosts file: %s", answer)
         except GyreError as e:
             log.warning("the hosts file is not taken up: %s", e)
@@ -266,12 +265,12 @@ class Coordinator:
         part.write_text(answer, encoding="utf-8")
         part.rename(self.setup.run_dir / RELOADED)
 
-    def _reload(self) -> str:
+    def _reload(self, wanted: list[Plan]) -> str:
         """Take up the hosts file as it is now: start what is new in it, let go what is not in it any more. What it says of others changes nothing.
 
         Returns what was done. Raises `UsageError` if nothing was.
         """
-        plans = {p.name: p for p in (self._reread() if self._reread is not None else self.plans.values())}
+        plans = {p.name: p for p in wanted}
         here = {name for name, p in self.machine.processes.items() if not p.expected}
         core = self.roles.cells.get(self.roles.core)
         kept = {core.trainer if core is not None else None} | {p.name for p in self.plans.values() if p.kind == "buffer"}
@@ -324,8 +323,7 @@ class Coordinator:
             match effect:
                 case r.SendRole(name, role, epoch, core, core_cell):
                     if name in self.peers:
-                        order = SetRole(id=mint(), role=role, epoch=epoch, core=core, core_cell=core_cell)
-                        self.server.send(self.peers[name], order)
+                        self.server.send(self.peers[name], SetRole(id=mint(), role=role, epoch=epoch, core=core, core_cell=core_cell))
                 case r.SendRoutes():
                     self.routes = effect
                     for name, peer in self.peers.items():

@@ -57,6 +57,7 @@ REST = "\nsandbox localhost\ntrain-cell localhost\n"
         ("buffer localhost slots=4", r"hosts.txt:1: slots: a buffer has none; leave it out"),
         ("sandbox localhost bind=ipc://x", r"hosts.txt:1: bind: a sandbox has none; leave it out"),
         ("buffer localhost gpus=3-1", r"hosts.txt:1: gpus: '3-1' names no GPUs"),
+        ("buffer localhost env.A-B=1", r"hosts.txt:1: env.A-B: 'A-B' names no environment variable"),
         ("buffer localhost gpus=1,1", r"hosts.txt:1: gpus: '1,1' names a GPU twice"),
         ("buffer localhost color=red", r"hosts.txt:1: unknown option 'color=red'"),
         ("buffer localhost name=../x", r"hosts.txt:1: name: '../x' is no name"),

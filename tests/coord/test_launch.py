@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from gyre.coord import hosts, launch
-from gyre.errors import UsageError
+from gyre.coord.claim import PID, claimed, holder
+from gyre.errors import Busy, UsageError
 
 TURNING = "buffer localhost\nsandbox localhost\ncell localhost name=a\ncell localhost name=b set.rollout.slots=7\n"
 
@@ -52,6 +54,62 @@ def test_what_is_started_again_goes_on() -> None:
     assert made["buffer"].again().argv[-1] == made["a-train"].again().argv[-1] == "--resume"
     assert made["a-train"].again().again().argv.count("--resume") == 1
     assert made["a-rollout"].again() == made["a-rollout"] and made["sandbox0"].again() == made["sandbox0"]
+
+
+FAR = """buffer localhost
+cell 192.0.2.[1-2] gpus=0-1
+cell 192.0.2.3 bind=198.51.100.3 name=c python=/opt/python
+sandbox ops@192.0.2.9:2222
+"""
+
+
+def test_other_hosts() -> None:
+    """Everyone listens where the others reach it, at the same port after every start; what runs elsewhere has its configuration and keys there."""
+    lines = hosts.parse(FAR, "hosts.txt")
+
+    def made(run_dir: str) -> dict[str, launch.Plan]:
+        found = launch.plans(
+            lines, Path(run_dir), resume=False, log_level="info", coord="tcp://192.0.2.100:1", rule="elastic", here="192.0.2.100", keys=True
+        )  # fmt: skip
+        return {p.name: p for p in found}
+
+    one, other = made("/r/one"), made("/r/other")
+    assert one == made("/r/one")
+    at = {name: p.address.rpartition(":")[0] for name, p in one.items()}
+    assert at == {
+        "buffer": "tcp://192.0.2.100", "cell0-train": "tcp://192.0.2.1", "cell0-rollout": "tcp://192.0.2.1", "cell1-train": "tcp://192.0.2.2",
+        "cell1-rollout": "tcp://192.0.2.2", "c-train": "tcp://198.51.100.3", "c-rollout": "tcp://198.51.100.3", "sandbox0": "",
+    }  # fmt: skip
+    assert all(20_000 <= int(p.address.rpartition(":")[2]) < 30_000 for p in one.values() if p.address)
+    assert one["buffer"].address != other["buffer"].address, "two runs can share hosts"
+    box = one["sandbox0"]
+    assert box.host == hosts.Host("192.0.2.9", "ops", 2222) and option(box, "--config") == "/r/one/node/sandbox0/run.toml"
+    assert option(box, "--set") == "net.keys=/r/one/node/sandbox0/keys" and option(one["buffer"], "--set") is None
+    assert one["c-train"].argv[0] == "/opt/python" and one["cell0-train"].env == {"CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+@pytest.mark.parametrize(
+    ("host", "complaint"),
+    [("no-such-host.invalid", "hosts.txt:2: bind: no-such-host.invalid does not resolve here; give the address"),
+     ("127.0.0.2", "hosts.txt:2: bind: 127.0.0.2 resolves to 127.0.0.2 here"),
+     ("192.0.2.1,192.0.2.2", "hosts.txt:2: a cell of several hosts cannot be launched")],
+)  # fmt: skip
+def test_hosts_that_cannot_be(host: str, complaint: str) -> None:
+    lines = hosts.parse(f"buffer localhost\ncell {host}\nsandbox localhost\n", "hosts.txt")
+    with pytest.raises(UsageError, match=complaint):
+        launch.plans(lines, Path("/r"), resume=False, log_level="info", coord="", rule="elastic", here="192.0.2.100")
+
+
+def test_one_coordinator(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no running coordinator"):
+        holder(tmp_path)
+    with claimed(tmp_path):
+        assert holder(tmp_path) == os.getpid()
+        with pytest.raises(Busy, match=rf"another gyre-coord \(process {os.getpid()} on .*\) has this run"), claimed(tmp_path):
+            pass
+    (tmp_path / PID).write_text("1 on a host where it was killed")
+    with pytest.raises(UsageError, match="no running coordinator"):
+        holder(tmp_path)
 
 
 @pytest.mark.parametrize(

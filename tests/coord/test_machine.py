@@ -90,6 +90,7 @@ def test_what_worked_or_was_killed_is_started_again_with_growing_pauses() -> Non
     assert m.ending == End(1, f"core ended with exit code 1, the last of {RESTARTS + 1} times in a row", "core")
     m = up()  # killed before it worked: the machine's fault, not its own
     assert m.handle(2.0, Exited("cell", -9)) == [Missing("cell", "was killed by signal 9")] and m.ending is None
+    assert up().handle(2.0, Exited("cell", 255)) == [Missing("cell", "cannot be reached")], "nor is a cable"
 
 
 def test_a_long_life_forgets_earlier_deaths() -> None:
