@@ -38,13 +38,6 @@ if __name__ == "__main__":
                 drove = drive(Path(directory), f"preset:{play.harness}", play.say, fault=play.fault, **play.keys)
             trained, sampled = drove.coverage()
             classes = sorted({c.leaf_class.value for c in drove.calls})
-            print(
-                play.harness,
-                play.name,
-                drove.ended.message.ending,
-                drove.ended.message.reward,
-                f"{trained}/{sampled}",
-                f"{drove.seconds:.1f} s",
-                classes,
-            )
+            cell = f"{len(drove.calls)}: {trained} of {sampled}"  # as in docs/harness.md
+            print(play.harness, play.name, drove.ended.message.ending, drove.ended.message.reward, "|", cell, "|", f"{drove.seconds:.1f} s", *classes)
             record(play.harness, play, drove)
