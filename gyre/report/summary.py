@@ -131,7 +131,7 @@ def facts(s: dict[str, Any]) -> dict[str, str]:
     evals = [brief((s["eval"][k] or {}).get("reward_mean")) for k in ("before", "after")]
     states = ", ".join(f"{n} {k}" for k, n in s["counts"].items() if n and k != "admitted")
     return {
-        "steps": f"{s['steps']} of {s['total_steps']}" + ("" if seconds["total"] is None else f" in {clock(seconds['total'])}"),
+        "trained": f"{s['steps']} of {s['total_steps']} steps" + ("" if seconds["total"] is None else f" in {clock(seconds['total'])}"),
         "reward": f"first five steps {brief(s['reward']['first'])}, last ten {brief(s['reward']['last'])}",
         "held-out": " → ".join(evals),
         "staleness": f"predicted {brief(st['predicted'])}, mean {brief(st['mean'])}, p95 {brief(st['p95'])}, max {brief(st['max'])}",
