@@ -12,6 +12,7 @@ No I/O here, and nothing of HTTP but the statuses.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Annotated, Any, Final, NamedTuple, Protocol
@@ -127,11 +128,46 @@ class Dialect(Protocol):
 
 
 def decode(decoder: msgspec.json.Decoder[Any], body: bytes, what: str) -> Any:
-    """Decode a body, or refuse it as `what` it is not."""
+    """Decode a body or a part of one, or refuse it as `what` it is not."""
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as e:
         raise Refusal(Fault.MALFORMED, f"not a {what} request: {e}") from None
+
+
+class Parts:
+    """Parts of a rollout's requests, made into something. Those that were in one of the last three are the same objects again, and not decoded."""
+
+    def __init__(self) -> None:
+        self._recent: deque[dict[bytes, tuple[bytes, Any]]] = deque(maxlen=3)
+
+    def read(self, parts: Iterable[msgspec.Raw], make: Callable[[bytes], Any]) -> list[Any]:
+        now: dict[bytes, tuple[bytes, Any]] = {}
+        out = []
+        for part in map(bytes, parts):
+            for known in self._recent:
+                if (found := known.get(part)) is not None:
+                    break
+            else:
+                found = part, make(part)
+            now[found[0]] = found
+            out.append(found[1])
+        self._recent.appendleft(now)
+        return out
+
+
+_objects: Final = msgspec.json.Decoder(dict[str, Any])
+_lists: Final = msgspec.json.Decoder(list[dict[str, Any]] | None)
+
+
+def read_object(part: bytes) -> Any:
+    """A JSON object, as a dict."""
+    return decode(_objects, part, "well-formed")
+
+
+def read_objects(part: bytes) -> Any:
+    """A list of JSON objects, empty for null."""
+    return decode(_lists, part, "well-formed") or []
 
 
 def event(payload: dict[str, Any], name: str = "") -> bytes:
@@ -161,7 +197,7 @@ class Request(msgspec.Struct, kw_only=True):
     """What requests of all protocols have; `model` is echoed in every chunk."""
 
     model: Annotated[str, msgspec.Meta(max_length=1024)] = POLICY
-    tools: list[dict[str, Any]] | None = None
+    tools: msgspec.Raw = msgspec.Raw(b"null")
     tool_choice: Any = None
     stream: bool | None = False
     temperature: Any = None

@@ -25,6 +25,7 @@ from threading import Lock
 from typing import Any, Final, NamedTuple
 
 from gyre.sandbox.gateway.parse import Format, Reasoning
+from gyre.sandbox.gateway.resume import Mark
 from gyre.sandbox.gateway.template import ChatTemplate, TemplateRefused
 from gyre.trajectory.match import Message, canonical
 
@@ -34,6 +35,10 @@ _CACHED_TOOLS: Final = 64
 _NAME: Final = "gyre_probe"
 _USER: Final[Message] = {"role": "user", "content": "a"}
 _CALL: Final[Message] = {"id": "call_0", "type": "function", "function": {"name": _NAME, "arguments": {"key": "value"}}}
+
+
+Marks = dict[int, Mark]
+"""What a conversation's last rendering left for the next one."""
 
 
 class Before(NamedTuple):
@@ -51,11 +56,13 @@ class Rendered(NamedTuple):
     bridged: bool
 
 
-class Reply(NamedTuple):
-    """Message number `place` of a conversation is the reply of a recorded call; `reasons`: the reply held reasoning."""
+class Recorded(NamedTuple):
+    """A call to continue: its prompt and completion, what its prompt was rendered to, whether its reply held reasoning and ended its turn itself."""
 
-    place: int
+    ids: array[int]
+    before: Before
     reasons: bool
+    ended: bool
 
 
 class Shown(NamedTuple):
@@ -124,39 +131,43 @@ class Renderer:
             message = {**message, "tool_calls": [_with_object(c) for c in message["tool_calls"]]}
         return message
 
-    def full(self, messages: Sequence[Message], shown: Shown, context: int) -> Rendered:
-        """Render and tokenise all messages. Raises `TemplateRefused`, and `TooLong` if that cannot be `context` tokens."""
-        text = self.template.render([self.guard(m) for m in messages], shown.tools, reply_follows=True)
+    def full(self, guarded: Sequence[Message], shown: Shown, marks: Marks, context: int) -> Rendered:
+        """Render and tokenise messages that were guarded. Raises `TemplateRefused`, and `TooLong` if that cannot be `context` tokens."""
+        text = self.template.render(guarded, shown.tools, reply_follows=True, marks=marks)
         return Rendered(self.template.encode(text, context), self._before(text), False)
 
-    def bridge(
-        self, guarded: Sequence[Message], shown: Shown, replies: Sequence[Reply], history: array[int], before: Before, context: int, ended: bool
-    ) -> Rendered | None:
+    def bridge(self, stand_ins: Sequence[Message], shown: Shown, marks: Marks, recorded: Recorded, context: int) -> Rendered | None:
         """Continue a recorded call with messages that were guarded: None if the template does not allow it. Raises `TemplateRefused`, `TooLong`.
 
-        `replies` are the recorded replies among the messages since the conversation was last rendered in full; the last of them is the reply of the
-        call to continue. `history` are that call's prompt and completion ids, `before` is what its prompt was rendered to; `ended`: the policy ended
-        its turn itself.
+        In `stand_ins` the replies recorded since the conversation was last rendered in full are replaced by their `stand_in`; the last of them is the
+        reply of the call to continue.
         """
         if self.end_id is None:
             return None
-        stand_ins = list(guarded)
-        for reply in replies:
-            stand_ins[reply.place] = self._stand_in(guarded[reply.place], reply.reasons)
-        text = self.template.render(stand_ins, shown.tools, reply_follows=True)
-        digest = blake2b(text[: before.length].encode(), digest_size=16)
-        if digest.digest() != before.digest:
+        text = self.template.render(stand_ins, shown.tools, reply_follows=True, marks=marks)
+        length, digest = recorded.before
+        digest_now = blake2b(text[:length].encode(), digest_size=16)
+        if digest_now.digest() != digest:
             return None
-        at = text.find(_REPLY, before.length)
-        if at < 0 or (replies[-1].reasons and text.find(_REASONING, before.length, at) < 0):
+        at = text.find(_REPLY, length)
+        if at < 0 or (recorded.reasons and text.find(_REASONING, length, at) < 0):
             return None
         end = text.find(self.end_text, at)
         if end < 0:
             return None
-        bridge = self.template.encode(text[end + len(self.end_text) :] if ended else text[end:], context)
-        length = self._unopened(text)
-        digest.update(text[before.length : length].encode())  # the earlier part is not looked at twice
-        return Rendered(history + bridge, Before(length, digest.digest()), True)
+        bridge = self.template.encode(text[end + len(self.end_text) :] if recorded.ended else text[end:], context)
+        unopened = self._unopened(text)
+        digest_now.update(text[length:unopened].encode())  # the earlier part is not looked at twice
+        return Rendered(recorded.ids + bridge, Before(unopened, digest_now.digest()), True)
+
+    def stand_in(self, message: Message, reasons: bool) -> Message:
+        """A reply whose text is replaced by sentinels, for `bridge`; `reasons`: it held reasoning. Calls keep name and id: templates look them up."""
+        out: Message = {"role": "assistant", "content": _REPLY}
+        if reasons:
+            out["reasoning_content"] = _REASONING
+        if "tool_calls" in message and not self._calls_hide_text:
+            out["tool_calls"] = [{**c, "function": {"name": c["function"]["name"], "arguments": {}}} for c in message["tool_calls"]]
+        return out
 
     def count_reasoning(self, ids: array[int]) -> int:
         """Tokens of a completion up to the end of its reasoning, which it has; all of them if that was cut off."""
@@ -220,15 +231,6 @@ class Renderer:
             return self.template.render(messages, None, reply_follows=False)
         except TemplateRefused:
             return ""
-
-    def _stand_in(self, message: Message, reasons: bool) -> Message:
-        """A reply with its text replaced by sentinels. Tool calls keep name and id: templates may look them up."""
-        out: Message = {"role": "assistant", "content": _REPLY}
-        if reasons:
-            out["reasoning_content"] = _REASONING
-        if "tool_calls" in message and not self._calls_hide_text:
-            out["tool_calls"] = [{**c, "function": {"name": c["function"]["name"], "arguments": {}}} for c in message["tool_calls"]]
-        return out
 
 
 def _digest(data: bytes) -> bytes:
