@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
@@ -149,9 +149,9 @@ def chain(tools: bytes, messages: Sequence[Message], known: Sequence[bytes] = ()
     return links
 
 
-class Conversation(NamedTuple):
+class Conversation(msgspec.Struct):
     """A request's history: as it came, in canonical form, as it is matched, as it is shown to the template, and of the form that is matched the chain
-    under the tools `key` and what stands for each message's reasoning. `marks` are the renderer's."""
+    under the tools `key` and what stands for each message's reasoning. `draft` is the renderer's."""
 
     given: Sequence[Message]
     normal: list[Message]
@@ -160,10 +160,10 @@ class Conversation(NamedTuple):
     key: bytes
     links: list[bytes]
     thoughts: list[bytes]
-    marks: dict[int, Any]
+    draft: Any
 
 
-_NONE: Final = Conversation((), [], [], [], b"", [], [], {})
+_NONE: Final = Conversation((), [], [], [], b"", [], [], None)
 
 
 class Memory:
@@ -192,7 +192,7 @@ class Memory:
                 key,
                 chain(key, messages, near.links[: 1 + same] if near.key == key else ()),
                 [*near.thoughts[:same], *(thought(m) for m in messages[same:])],
-                dict(near.marks),
+                near.draft,
             )
         )
         return self._recent[-1]

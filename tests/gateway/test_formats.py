@@ -119,7 +119,7 @@ def test_what_a_template_refuses_is_put_otherwise(family: Any) -> None:
     assert shown == [{"role": "system", "content": "a\n\nb"}, user, {"role": "user", "content": "c"}]
     call = {"id": "x", "type": "function", "function": {"name": "bash", "arguments": "{broken"}}
     reply = coder.guard({"role": "assistant", "content": "", "tool_calls": [call]})
-    ids = coder.full([user, reply], coder.shown(None), {}, 1000).ids
+    ids = coder.full([user, reply], coder.shown(None), None, 1000).ids
     assert "<parameter=input>\n{broken\n</parameter>" in coder.template.decode(ids)
     assert family(PLAIN).acceptable([system, user, system]) == [system, user, system]
 

@@ -14,6 +14,7 @@ skips the rounds before it and puts that text in their place. Items are the same
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import is_
 from typing import Any, Final, NamedTuple
 
 from jinja2 import Undefined, nodes
@@ -114,7 +115,7 @@ def _attributes(space: Namespace, replaced: dict[str, Any] | None = None) -> dic
 
 
 def _begins(items: Sequence[Any], beginning: Sequence[Any]) -> bool:
-    return len(items) >= len(beginning) and all(a is b for a, b in zip(items, beginning, strict=False))
+    return len(items) >= len(beginning) and all(map(is_, items, beginning))
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -190,5 +191,5 @@ class _Uses:
 
 FILTERS: Final = {
     "gyre_begin": lambda iterable, loop, watched, indexed, trace: trace.begin(iterable, loop, watched, indexed),
-    "gyre_step": lambda trace: trace.step(),
+    "gyre_step": Trace.step,
 }

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from random import Random
 from typing import Any, Final, NamedTuple, TypeVar
@@ -94,6 +94,7 @@ class Session:
         self._graph = PrefixGraph()
         self._matcher = Matcher()
         self._memory = Memory()
+        self._shown: tuple[Sequence[Any] | None, Shown] | None = None  # the tools that came last
         self._journal = Journal()
         self._cells: list[str] = []
         self._turns = 0
@@ -147,7 +148,7 @@ class Session:
             offered=tools,
             n_messages=len(messages),
             after=prompt.after,
-            before=rendered.before,
+            before=rendered.draft.before,
             bridged=rendered.bridged,
             n_prompt=len(rendered.ids),
             told=told(self.limits.rules, messages, tools or ()),
@@ -171,11 +172,15 @@ class Session:
 
     def _read(self, ask: Ask, at_most: int, n_turns: int) -> _Prompt:
         """What a request asks the policy, which is so many turns. Raises `TemplateRefused`, `TooLong`."""
-        shown = self._renderer.shown(ask.tools)
+        if self._shown is None or self._shown[0] is not ask.tools:
+            self._shown = ask.tools, self._renderer.shown(ask.tools)
+        shown = self._shown[1]
         conversation = self._memory.read(ask.messages, shown.key, self._renderer.acceptable, self._renderer.guard)
         self._turns += n_turns
         after = self._matcher.find(conversation.links, conversation.thoughts)
-        return _Prompt(self._turns, shown.key, conversation, after, self._render(conversation, shown, after, at_most))
+        rendered = self._render(conversation, shown, after, at_most)
+        conversation.draft = rendered.draft
+        return _Prompt(self._turns, shown.key, conversation, after, rendered)
 
     async def count(self, ask: Ask, n_bytes: int = 0) -> int:
         """Tokens of the prompt that `complete` would send. It is no call: nothing is recorded. Raises as `complete` does."""
@@ -274,10 +279,10 @@ class Session:
         if after is not None:
             call = self._journal.calls[after]
             recorded = Recorded(self._graph.history(after), call.before, call.reasons, call.ended)
-            rendered = self._renderer.bridge(self._stand_ins(conversation, after), shown, conversation.marks, recorded, at_most)
+            rendered = self._renderer.bridge(self._stand_ins(conversation, after), shown, conversation.draft, recorded, at_most)
             if rendered is not None:
                 return rendered
-        return self._renderer.full(conversation.guarded, shown, conversation.marks, at_most)
+        return self._renderer.full(conversation.guarded, shown, conversation.draft, at_most)
 
     def _stand_ins(self, conversation: Conversation, after: str) -> list[Message]:
         """A conversation that continues this call, its recorded replies replaced."""
