@@ -30,7 +30,7 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-_decoder: Final = json.JSONDecoder(parse_constant=_refuse)
+strict: Final = json.JSONDecoder(parse_constant=_refuse)
 _encoder: Final = msgspec.json.Encoder(order="deterministic")
 
 
@@ -66,7 +66,7 @@ def _tool_call(call: Any) -> Message:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):  # malformed arguments that the harness echoes stay a string, as does half a surrogate pair
-            parsed = _decoder.decode(arguments)
+            parsed = strict.decode(arguments)
             if not is_deep(parsed):
                 if "\\u" in arguments:
                     canonical(parsed)

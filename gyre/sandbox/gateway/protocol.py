@@ -206,26 +206,17 @@ class Request(msgspec.Struct, kw_only=True):
 
 def make_ask(api: str, request: Request, messages: list[Any], tools: list[Any] | None, sampling: Iterable[str], *limits: int | None) -> Ask:
     """A request in the internal form. `sampling` names the parameters that the run's overrule; the smallest limit of tokens holds."""
+    choice = request.tool_choice
+    hides = choice == "none" or (isinstance(choice, dict) and choice.get("type") == "none")  # in the form of any of the protocols
     return Ask(
         api=api,
         model=request.model,
         messages=messages,
-        tools=None if is_none(request.tool_choice) else tools or None,
-        max_tokens=positive(*limits),
+        tools=None if hides else tools or None,
+        max_tokens=min((n for n in limits if n is not None and n > 0), default=None),
         stream=bool(request.stream),
         asked=overruled(request, sampling),
     )
-
-
-def positive(*limits: int | None) -> int | None:
-    """The smallest limit that is one, if any."""
-    given = [n for n in limits if n is not None and n > 0]
-    return min(given) if given else None
-
-
-def is_none(choice: Any) -> bool:
-    """Whether a tool choice forbids tools, in the form of any of the protocols."""
-    return choice == "none" or (isinstance(choice, dict) and choice.get("type") == "none")
 
 
 def function_tool(name: Any, description: Any, parameters: Any) -> Message:
