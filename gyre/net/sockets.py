@@ -175,31 +175,28 @@ class Server:
         """Handle messages until cancelled. What the handler raises ends the server."""
         while True:
             for key, (identity, *frames) in await self._sock.receive():
-                peer, message, arrays = self._accept(key, identity, frames)
-                if peer is None or message is None:
-                    continue
-                answer = handler(peer, message, arrays)
-                if inspect.isawaitable(answer):
+                accepted = self._accept(key, identity, frames)
+                if accepted is not None and inspect.isawaitable(answer := handler(*accepted)):
                     await answer
             await asyncio.sleep(0)
 
-    def _accept(self, key: str, identity: bytes, frames: list[bytes]) -> tuple[Peer | None, Message | None, Arrays]:
+    def _accept(self, key: str, identity: bytes, frames: list[bytes]) -> tuple[Peer, Message, Arrays] | None:
+        """What the handler is given, if anything."""
         try:
             message, arrays = self._decoder.decode(frames)
         except WireError as e:
             log.warning("from %r: %s", self._peers.get(identity, identity), e)
-            return None, None, {}
+            return None
         kind = self._keys.kind_of(key) if self._sock.guarded and self._keys is not None else None  # None: nobody can prove one
         if isinstance(message, Hello):
             self._greet(identity, message, kind)
-            return None, None, {}
-        peer = self._peers.get(identity)
-        if peer is None:
+        elif (peer := self._peers.get(identity)) is None:
             self._put(identity, HelloRequired(id=mint(), cause=message.id))
         elif kind not in (None, peer.kind) or not may(self.kind, peer.kind, message):
             self._refuse(identity, message, f"{peer.kind} {peer.name} may not send {type(message).__name__} to gyre-{self.kind}")
-            return None, None, {}
-        return peer, message, arrays
+        else:
+            return peer, message, arrays
+        return None
 
     def _refuse(self, identity: bytes, message: Message, reason: str) -> None:
         self.refused += 1
@@ -319,17 +316,16 @@ class Client:
         future: asyncio.Future[tuple[Message, Arrays]] = asyncio.get_running_loop().create_future()
         frames = encode(message, arrays)
         self._pending[message.id] = (future, frames)
-        started, said = time.monotonic(), False
+        deadline, said = time.monotonic() + deadline_s, False
         try:
             while True:
                 if self._refused is not None:
                     raise Refused(self._refused.reason)
                 if self.server is not None:  # else the welcome sends all that is pending
                     self._send(frames)
-                left = deadline_s - (time.monotonic() - started)
                 # asyncio.wait, not wait_for: on Python 3.11 that swallows a cancellation that arrives together with the reply
-                waited = (future, self._task)
-                await asyncio.wait(waited, timeout=max(0.0, min(left, self._resend_s)), return_when=asyncio.FIRST_COMPLETED)
+                timeout = max(0.0, min(deadline - time.monotonic(), self._resend_s))
+                await asyncio.wait((future, self._task), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
                 if future.done():
                     return future.result()
                 if self._task.done():  # what `on_push` raised: nothing will be received any more
@@ -337,7 +333,7 @@ class Client:
                 if self.server is None and not said:
                     said = True
                     log.info("nobody answers yet: waiting for %s", self._who(what))
-                if time.monotonic() - started >= deadline_s:
+                if time.monotonic() >= deadline:
                     raise DeadlineExceeded(self._who(what), deadline_s)
         finally:
             del self._pending[message.id]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Final, NamedTuple
 
 from gyre.types import GraphNode
@@ -90,22 +91,12 @@ class PrefixGraph:
 
     def history(self, call_id: str) -> array[int]:
         """The prompt of a recorded call with its completion behind it, as sent and as sampled."""
-        segments = [node.ids for node in _ancestry(self._calls[call_id][1])]
-        out = array("i")
-        out.frombytes(b"".join(reversed(segments)))
-        return out
+        return _ids(self._calls[call_id][1], self._root)
 
     def completion(self, call_id: str) -> array[int]:
         """The tokens that a recorded call sampled."""
         prompt, node = self._calls[call_id]
-        segments: list[bytes] = []
-        for piece in _ancestry(node):
-            if piece is prompt:
-                break
-            segments.append(piece.ids)
-        out = array("i")
-        out.frombytes(b"".join(reversed(segments)))
-        return out
+        return _ids(node, prompt)
 
     def export(self) -> Exported:
         """The graph in wire form, in the order of a walk from the root, first children first."""
@@ -125,13 +116,8 @@ class PrefixGraph:
             logprobs.append(node.logprobs or _NAN * n)
             versions.append(node.versions or _NONE * n)
             stack.extend(_below(node))
-        out = Exported(nodes, {}, array("i"), array("f"), array("i"))
-        out.token_ids.frombytes(b"".join(ids))
-        out.logprobs.frombytes(b"".join(logprobs))
-        out.versions.frombytes(b"".join(versions))
-        for call_id, (prompt, node) in self._calls.items():
-            out.calls[call_id] = Placed(index[prompt], index[node])
-        return out
+        calls = {call_id: Placed(index[prompt], index[node]) for call_id, (prompt, node) in self._calls.items()}
+        return Exported(nodes, calls, array("i", b"".join(ids)), array("f", b"".join(logprobs)), array("i", b"".join(versions)))
 
     def _descend(self, node: _Node, sent: bytes) -> _Node:
         """The node at which the path of `sent` ends, made if it is missing; the search starts below `node`, which it must pass through."""
@@ -175,6 +161,12 @@ def _ancestry(node: _Node) -> Iterator[_Node]:
     while node.parent is not None:
         yield node
         node = node.parent
+
+
+def _ids(node: _Node, above: _Node) -> array[int]:
+    """The tokens from behind `above` to the end of a node."""
+    segments = [piece.ids for piece in takewhile(lambda piece: piece is not above, _ancestry(node))]
+    return array("i", b"".join(reversed(segments)))
 
 
 def _below(node: _Node) -> list[_Node]:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
@@ -30,7 +30,7 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-_decoder: Final = json.JSONDecoder(parse_constant=_refuse)
+strict: Final = json.JSONDecoder(parse_constant=_refuse)
 _encoder: Final = msgspec.json.Encoder(order="deterministic")
 
 
@@ -66,7 +66,7 @@ def _tool_call(call: Any) -> Message:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):  # malformed arguments that the harness echoes stay a string, as does half a surrogate pair
-            parsed = _decoder.decode(arguments)
+            parsed = strict.decode(arguments)
             if not is_deep(parsed):
                 if "\\u" in arguments:
                     canonical(parsed)
@@ -149,9 +149,9 @@ def chain(tools: bytes, messages: Sequence[Message], known: Sequence[bytes] = ()
     return links
 
 
-class Conversation(NamedTuple):
+class Conversation(msgspec.Struct):
     """A request's history: as it came, in canonical form, as it is matched, as it is shown to the template, and of the form that is matched the chain
-    under the tools `key` and what stands for each message's reasoning."""
+    under the tools `key` and what stands for each message's reasoning. `draft` is the renderer's."""
 
     given: Sequence[Message]
     normal: list[Message]
@@ -160,9 +160,10 @@ class Conversation(NamedTuple):
     key: bytes
     links: list[bytes]
     thoughts: list[bytes]
+    draft: Any
 
 
-_NONE: Final = Conversation((), [], [], [], b"", [], [])
+_NONE: Final = Conversation((), [], [], [], b"", [], [], None)
 
 
 class Memory:
@@ -191,6 +192,7 @@ class Memory:
                 key,
                 chain(key, messages, near.links[: 1 + same] if near.key == key else ()),
                 [*near.thoughts[:same], *(thought(m) for m in messages[same:])],
+                near.draft,
             )
         )
         return self._recent[-1]
@@ -199,6 +201,8 @@ class Memory:
 def _same(a: Sequence[Message], b: Sequence[Message]) -> int:
     """How many messages two requests begin with alike."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x is y:
+            continue
         if x != y or ("tool_calls" in x and _has_objects(x) and canonical(x) != canonical(y)):  # for Python 1 and True are equal
             return i
     return min(len(a), len(b))
@@ -209,13 +213,6 @@ def _has_objects(message: Message) -> bool:
     if not isinstance(calls, list):  # a client may send anything
         return True
     return not all(isinstance(c, dict) and isinstance(f := c.get("function"), dict) and isinstance(f.get("arguments"), str) for c in calls)
-
-
-class Match(NamedTuple):
-    """A request's first `n_messages` are the messages and the reply of this call."""
-
-    call_id: str
-    n_messages: int
 
 
 class Matcher:
@@ -232,13 +229,13 @@ class Matcher:
         calls.pop(its, None)
         calls[its] = call_id
 
-    def find(self, links: Sequence[bytes], thoughts: Sequence[bytes]) -> Match | None:
+    def find(self, links: Sequence[bytes], thoughts: Sequence[bytes]) -> str | None:
         """The longest recorded call that the request with this chain and these thoughts (of each message) continues."""
         for n in range(self._unchanged(links, thoughts), 0, -1):
             calls = self._by_end.get(links[n])
             if calls:
                 its = thoughts[n - 1]
-                return Match(calls[its] if its else next(reversed(calls.values())), n)
+                return calls[its] if its else next(reversed(calls.values()))
         return None
 
     def _unchanged(self, links: Sequence[bytes], thoughts: Sequence[bytes]) -> int:

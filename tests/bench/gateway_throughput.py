@@ -45,7 +45,7 @@ def serve(address: str, opening: list[int], reply: list[int]) -> None:
     """The engine's process, until it is killed."""
 
     async def main() -> None:
-        script = Script([(Line(suffix_ids=opening), reply)])
+        script = Script([(Line(suffix_ids=opening, token_delay_s=TOKEN_S), reply)])
         engine = ScriptedEngine(script, eos=frozenset(reply[-1:]), context=1 << 20, slots=ROLLOUTS, queue=ROLLOUTS)
         engine.load(FIRST, [], memoryview(b"")).result(30)
         server = Server.bind(address, w.ToRollout, kind="rollout", name="cell", run_id="r")

@@ -354,10 +354,9 @@ def gateway() -> Figure:
 
     renderer = make_renderer()
     costs = [asyncio.run(calls(renderer, "chat")) for _ in range(ROUNDS)]
-    through, alone = (statistics.median(getattr(c, name) for c in costs) for name in ("through", "alone"))
-    cpu = statistics.median(c.through_cpu - c.alone_cpu for c in costs)
+    through, alone, added, cpu = (statistics.median(getattr(c, name) for c in costs) for name in ("through", "alone", "added", "added_cpu"))
     return (
-        f"gateway: 10,000 tokens of history ({(through - alone) * 1e3:+.1f} ms, CPU {cpu * 1e3:+.1f} ms)",
+        f"gateway: 10,000 tokens of history ({added * 1e3:+.1f} ms, CPU {cpu * 1e3:+.1f} ms)",
         "/s",
         1 / through,
         "the engine's wire alone",
@@ -366,7 +365,7 @@ def gateway() -> Figure:
 
 
 def gateway_throughput() -> Figure:
-    """`gateway_throughput.py`: 64 rollouts where the engine is the limit. The ratio should be above 0.97."""
+    """`gateway_throughput.py`: 64 rollouts where the engine is the limit. The ratio should be 0.97 or more."""
     sys.path.insert(0, str(Path(__file__).parent))
     from gateway_calls import make_renderer
     from gateway_throughput import ROLLOUTS, throughput

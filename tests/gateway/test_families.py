@@ -131,7 +131,7 @@ def test_a_bridge_is_what_the_template_would_write(families: dict[str, Renderer]
             text, reasoning, calls = turn  # of no reasoning at all QWEN3 writes an empty one, and forgets it
             replies.append(reply_of(renderer, text, reasoning or "hm", calls))
             answer = await session.complete(Ask("chat", "m", list(history), [TOOL], None, False, {}))
-            assert bool(session._calls[answer.call_id].bridged) == (n > 0), "a turn was not bridged"
+            assert bool(session._journal.calls[answer.call_id].bridged) == (n > 0), "a turn was not bridged"
             got = {**answer.message, "content": answer.message["content"] or ""}
             calls = [{**c, "function": {**c["function"], "arguments": json.loads(c["function"]["arguments"])}} for c in got.get("tool_calls", ())]
             told = [{"role": "tool", "tool_call_id": c["id"], "content": f"out {n}"} for c in calls]

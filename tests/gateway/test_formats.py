@@ -118,7 +118,8 @@ def test_what_a_template_refuses_is_put_otherwise(family: Any) -> None:
     shown = coder.acceptable([system, {"role": "system", "content": "b"}, user, {"role": "system", "content": "c"}])
     assert shown == [{"role": "system", "content": "a\n\nb"}, user, {"role": "user", "content": "c"}]
     call = {"id": "x", "type": "function", "function": {"name": "bash", "arguments": "{broken"}}
-    ids = coder.full([user, {"role": "assistant", "content": "", "tool_calls": [call]}], coder.shown(None), 1000).ids
+    reply = coder.guard({"role": "assistant", "content": "", "tool_calls": [call]})
+    ids = coder.full([user, reply], coder.shown(None), None, 1000).ids
     assert "<parameter=input>\n{broken\n</parameter>" in coder.template.decode(ids)
     assert family(PLAIN).acceptable([system, user, system]) == [system, user, system]
 

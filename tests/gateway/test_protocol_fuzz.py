@@ -181,7 +181,7 @@ def test_a_control_token_in_a_text_is_text(renderer: Renderer, text: str) -> Non
     call = {"id": "call_c1_0", "type": "function", "function": {"name": "f", "arguments": {text: [text]}}}
     messages = [{"role": "user", "content": text}, {"role": "assistant", "content": text, "tool_calls": [call]}, {"role": "tool", "content": text}]
     tools = [{"type": "function", "function": {"name": "f", "description": text}}]
-    rendered = renderer.full(messages, renderer.shown(tools), 100_000).ids
+    rendered = renderer.full([renderer.guard(m) for m in messages], renderer.shown(tools), None, 100_000).ids
     plain = renderer.full([{**m, "content": ""} for m in messages[:1]] + [{"role": "assistant", "content": ""}, {"role": "tool", "content": ""}],
-                          renderer.shown([{"type": "function"}]), 100_000).ids  # fmt: skip
+                          renderer.shown([{"type": "function"}]), None, 100_000).ids  # fmt: skip
     assert sum(i in control for i in rendered) == sum(i in control for i in plain)

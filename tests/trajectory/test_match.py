@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre.trajectory.match import Match, Matcher, Memory, Message, UnsupportedContent, chain, fingerprint, normalise, thought
+from gyre.trajectory.match import Matcher, Memory, Message, UnsupportedContent, chain, fingerprint, normalise, thought
 
 USER = {"role": "user", "content": "hi"}
 
@@ -52,7 +52,7 @@ def test_real_differences_count(other: dict[str, Any]) -> None:
     assert not same(reply(), other)
 
 
-def find(matcher: Matcher, *messages: dict[str, Any], tools: bytes = b"") -> Match | None:
+def find(matcher: Matcher, *messages: dict[str, Any], tools: bytes = b"") -> str | None:
     return matcher.find(links(*messages, tools=tools), [thought(normalise(m)) for m in messages])
 
 
@@ -62,10 +62,10 @@ def test_the_longest_complete_call_is_found() -> None:
     told = {"role": "tool", "tool_call_id": "call_1", "content": "ok"}
     matcher.record("c2", links(USER, reply(), told)[-1], {"role": "assistant", "content": "done"})
     assert find(matcher, USER) is None
-    assert find(matcher, USER, reply(), told) == Match("c1", 2)
+    assert find(matcher, USER, reply(), told) == "c1"
     done = {"role": "assistant", "content": "done\n"}
-    assert find(matcher, USER, reply(), told, done, USER) == Match("c2", 4)
-    assert find(matcher, USER, reply(), {**told, "content": "edited"}, done, USER) == Match("c1", 2)
+    assert find(matcher, USER, reply(), told, done, USER) == "c2"
+    assert find(matcher, USER, reply(), {**told, "content": "edited"}, done, USER) == "c1"
     assert find(matcher, USER, reply(name="invalid"), told) is None
     assert find(matcher, USER, reply(), told, tools=b"other") is None
 
@@ -77,8 +77,8 @@ def thinks(reasoning: str | None, text: str = "x") -> dict[str, Any]:
 def test_reasoning_may_be_left_out_but_not_changed() -> None:
     matcher = Matcher()
     matcher.record("c1", links(USER)[-1], thinks("because"))
-    assert find(matcher, USER, thinks("because")) == Match("c1", 2)
-    assert find(matcher, USER, thinks(None)) == Match("c1", 2)
+    assert find(matcher, USER, thinks("because")) == "c1"
+    assert find(matcher, USER, thinks(None)) == "c1"
     assert find(matcher, USER, thinks("why")) is None
 
 
@@ -87,20 +87,20 @@ def test_reasoning_may_be_left_out_later() -> None:
     matcher = Matcher()
     matcher.record("c1", links(USER)[-1], thinks("one"))
     matcher.record("c2", links(USER, thinks("one"), USER)[-1], thinks("two"))
-    assert find(matcher, USER, thinks("one"), USER, thinks("two"), USER) == Match("c2", 4)
-    assert find(matcher, USER, thinks(None), USER, thinks("two"), USER) == Match("c2", 4)
-    assert find(matcher, USER, thinks(None), USER, thinks(None), USER) == Match("c2", 4)
+    assert find(matcher, USER, thinks("one"), USER, thinks("two"), USER) == "c2"
+    assert find(matcher, USER, thinks(None), USER, thinks("two"), USER) == "c2"
+    assert find(matcher, USER, thinks(None), USER, thinks(None), USER) == "c2"
     assert find(matcher, USER, thinks("edited"), USER, thinks("two"), USER) is None
-    assert find(matcher, USER, thinks("one"), USER, thinks("edited"), USER) == Match("c1", 2)
+    assert find(matcher, USER, thinks("one"), USER, thinks("edited"), USER) == "c1"
 
 
 def test_equal_replies_mean_the_latest_call_that_thought_so() -> None:
     matcher = Matcher()
     for call_id, reasoning in (("c1", "a"), ("c2", "b"), ("c3", "a")):
         matcher.record(call_id, links(USER)[-1], thinks(reasoning))
-    assert find(matcher, USER, thinks("b")) == Match("c2", 2)
-    assert find(matcher, USER, thinks("a")) == Match("c3", 2)
-    assert find(matcher, USER, thinks(None)) == Match("c3", 2)
+    assert find(matcher, USER, thinks("b")) == "c2"
+    assert find(matcher, USER, thinks("a")) == "c3"
+    assert find(matcher, USER, thinks(None)) == "c3"
 
 
 MESSAGES = st.lists(

@@ -11,6 +11,7 @@ Tools that the service itself would run (web search, code execution) are left ou
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, Final
 
 import msgspec
@@ -20,6 +21,7 @@ from gyre.sandbox.gateway.protocol import (
     Answer,
     Ask,
     Fault,
+    Parts,
     Recall,
     Refusal,
     Request,
@@ -29,6 +31,8 @@ from gyre.sandbox.gateway.protocol import (
     event,
     function_tool,
     make_ask,
+    read_object,
+    read_objects,
 )
 from gyre.trajectory.match import Message, UnsupportedContent
 
@@ -50,7 +54,7 @@ _BILLING: Final = "x-anthropic-billing-header:"  # a header in a system block's 
 
 
 class _Request(Request, kw_only=True):
-    messages: list[dict[str, Any]]
+    messages: list[msgspec.Raw]
     system: str | list[Any] | None = None
     max_tokens: int | None = None
     thinking: Any = None
@@ -67,15 +71,15 @@ class Anthropic:
 
     def __init__(self, recall: Recall) -> None:
         self._recall = recall
+        self._turns, self._tools = Parts(), Parts()
 
     def read(self, body: bytes) -> Turn:
         request: _Request = decode(_requests, body, "messages")
         if not request.messages:
             raise Refusal(Fault.MALFORMED, "messages: at least one message is required")
-        messages = _system(request.system)
-        for message in request.messages:
-            messages += self._messages(message)
-        tools = [function_tool(t.get("name"), t.get("description"), t["input_schema"]) for t in request.tools or () if "input_schema" in t]
+        turns = self._turns.read(request.messages, self._messages)
+        messages = [*_system(request.system), *chain.from_iterable(turns)]
+        (tools,) = self._tools.read([request.tools], _tools)
         ask = make_ask("messages", request, messages, tools, _SAMPLING, request.max_tokens)
         return _AnthropicTurn(ask, isinstance(request.thinking, dict) and request.thinking.get("type") in ("enabled", "adaptive"))
 
@@ -86,8 +90,9 @@ class Anthropic:
         status = _OVERLOADED if refusal.fault is Fault.UNAVAILABLE else STATUS[refusal.fault]
         return status, encode(_error(refusal))
 
-    def _messages(self, message: dict[str, Any]) -> list[Message]:
+    def _messages(self, part: bytes) -> list[Message]:
         """One turn's messages in chat form."""
+        message = read_object(part)
         role, content = message.get("role"), message.get("content")
         if role == "assistant":
             return [self._assistant(content)]
@@ -177,6 +182,10 @@ class _AnthropicTurn:
             "stop_sequence": None,
             "usage": _usage(answer, n_out),
         }
+
+
+def _tools(part: bytes) -> list[Message]:
+    return [function_tool(t.get("name"), t.get("description"), t["input_schema"]) for t in read_objects(part) if "input_schema" in t]
 
 
 def _system(system: str | list[Any] | None) -> list[Message]:

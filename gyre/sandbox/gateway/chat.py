@@ -15,7 +15,22 @@ from typing import Any, Final
 
 import msgspec
 
-from gyre.sandbox.gateway.protocol import STATUS, Answer, Ask, Fault, Refusal, Request, Turn, decode, encode, event, make_ask
+from gyre.sandbox.gateway.protocol import (
+    STATUS,
+    Answer,
+    Ask,
+    Fault,
+    Parts,
+    Refusal,
+    Request,
+    Turn,
+    decode,
+    encode,
+    event,
+    make_ask,
+    read_object,
+    read_objects,
+)
 
 _CODES: Final = {  # kind, code
     Fault.MALFORMED: ("invalid_request_error", None),
@@ -39,7 +54,7 @@ class _StreamOptions(msgspec.Struct):
 
 
 class _Request(Request, kw_only=True):
-    messages: list[dict[str, Any]]
+    messages: list[msgspec.Raw]
     stream_options: _StreamOptions | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -81,13 +96,18 @@ def openai_code(refusal: Refusal) -> str:
 class Chat:
     """The dialect."""
 
+    def __init__(self) -> None:
+        self._messages, self._tools = Parts(), Parts()
+
     def read(self, body: bytes) -> Turn:
         request: _Request = decode(_requests, body, "chat completion")
         if not request.messages:
             raise Refusal(Fault.MALFORMED, "messages is empty")
         if request.n not in (None, 1):
             raise Refusal(Fault.UNSUPPORTED, "only n = 1 is served")
-        ask = make_ask("chat", request, request.messages, request.tools, _SAMPLING, request.max_tokens, request.max_completion_tokens)
+        messages = self._messages.read(request.messages, read_object)
+        (tools,) = self._tools.read([request.tools], read_objects)
+        ask = make_ask("chat", request, messages, tools, _SAMPLING, request.max_tokens, request.max_completion_tokens)
         return _ChatTurn(ask, request.stream_options is not None and bool(request.stream_options.include_usage))
 
     def count(self, n_tokens: int) -> bytes:

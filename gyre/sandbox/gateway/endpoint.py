@@ -93,8 +93,8 @@ class Endpoint:
         return Response(200, _JSON, encode({"object": "list", "data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}))
 
     def _read(self, dialect: Dialect, body: bytes) -> Turn:
-        n_values = body.count(b",") + body.count(b"{") + body.count(b"[")
-        if n_values > _TOKEN_VALUES * self._session.limits.context + _MORE_VALUES:
+        most = _TOKEN_VALUES * self._session.limits.context + _MORE_VALUES
+        if len(body) > most and body.count(b",") + body.count(b"{") + body.count(b"[") > most:
             self._session.context_full = True
             raise Refusal(Fault.TOO_LARGE, "the request has more JSON values than could fit the context")
         try:

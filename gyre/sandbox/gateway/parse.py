@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Final
 
-from gyre.trajectory.match import is_deep
+from gyre.trajectory.match import is_deep, strict
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _THINK, _UNTHINK = "<think>", "</think>"
@@ -53,13 +53,6 @@ class Reasoning(StrEnum):
 
 Offered = Mapping[str, Any]
 """The tools that a model was shown: name → JSON schema of the parameters."""
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
-
-
-_decoder: Final = json.JSONDecoder(parse_constant=_refuse)
 
 
 def parse(
@@ -129,7 +122,7 @@ def _call(name: Any, arguments: Any) -> dict[str, str] | None:
 def _object(text: str, at: int) -> tuple[dict[str, Any] | None, int]:
     """The JSON object at `at`, and where it ends."""
     try:
-        value, end = _decoder.raw_decode(text, at)
+        value, end = strict.raw_decode(text, at)
     except (ValueError, RecursionError):
         return None, at
     return value if isinstance(value, dict) else None, end
@@ -174,7 +167,7 @@ def _typed(value: str, schema: Any) -> Any:
         read: Any = _PYTHONIC[word]
     else:
         try:
-            read = json.loads(word, parse_constant=_refuse)
+            read = strict.decode(word)
         except (ValueError, RecursionError):
             return value
     fits = any(isinstance(read, _TYPES.get(k, ())) and not (isinstance(read, bool) and k in ("integer", "number")) for k in kinds)

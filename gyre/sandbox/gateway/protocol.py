@@ -12,6 +12,7 @@ No I/O here, and nothing of HTTP but the statuses.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Annotated, Any, Final, NamedTuple, Protocol
@@ -127,11 +128,46 @@ class Dialect(Protocol):
 
 
 def decode(decoder: msgspec.json.Decoder[Any], body: bytes, what: str) -> Any:
-    """Decode a body, or refuse it as `what` it is not."""
+    """Decode a body or a part of one, or refuse it as `what` it is not."""
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as e:
         raise Refusal(Fault.MALFORMED, f"not a {what} request: {e}") from None
+
+
+class Parts:
+    """Parts of a rollout's requests, made into something. Those that were in one of the last three are the same objects again, and not decoded."""
+
+    def __init__(self) -> None:
+        self._recent: deque[dict[bytes, tuple[bytes, Any]]] = deque(maxlen=3)
+
+    def read(self, parts: Iterable[msgspec.Raw], make: Callable[[bytes], Any]) -> list[Any]:
+        now: dict[bytes, tuple[bytes, Any]] = {}
+        out = []
+        for part in map(bytes, parts):
+            for known in self._recent:
+                if (found := known.get(part)) is not None:
+                    break
+            else:
+                found = part, make(part)
+            now[found[0]] = found
+            out.append(found[1])
+        self._recent.appendleft(now)
+        return out
+
+
+_objects: Final = msgspec.json.Decoder(dict[str, Any])
+_lists: Final = msgspec.json.Decoder(list[dict[str, Any]] | None)
+
+
+def read_object(part: bytes) -> Any:
+    """A JSON object, as a dict."""
+    return decode(_objects, part, "well-formed")
+
+
+def read_objects(part: bytes) -> Any:
+    """A list of JSON objects, empty for null."""
+    return decode(_lists, part, "well-formed") or []
 
 
 def event(payload: dict[str, Any], name: str = "") -> bytes:
@@ -161,7 +197,7 @@ class Request(msgspec.Struct, kw_only=True):
     """What requests of all protocols have; `model` is echoed in every chunk."""
 
     model: Annotated[str, msgspec.Meta(max_length=1024)] = POLICY
-    tools: list[dict[str, Any]] | None = None
+    tools: msgspec.Raw = msgspec.Raw(b"null")
     tool_choice: Any = None
     stream: bool | None = False
     temperature: Any = None
@@ -170,26 +206,17 @@ class Request(msgspec.Struct, kw_only=True):
 
 def make_ask(api: str, request: Request, messages: list[Any], tools: list[Any] | None, sampling: Iterable[str], *limits: int | None) -> Ask:
     """A request in the internal form. `sampling` names the parameters that the run's overrule; the smallest limit of tokens holds."""
+    choice = request.tool_choice
+    hides = choice == "none" or (isinstance(choice, dict) and choice.get("type") == "none")  # in the form of any of the protocols
     return Ask(
         api=api,
         model=request.model,
         messages=messages,
-        tools=None if is_none(request.tool_choice) else tools or None,
-        max_tokens=positive(*limits),
+        tools=None if hides else tools or None,
+        max_tokens=min((n for n in limits if n is not None and n > 0), default=None),
         stream=bool(request.stream),
         asked=overruled(request, sampling),
     )
-
-
-def positive(*limits: int | None) -> int | None:
-    """The smallest limit that is one, if any."""
-    given = [n for n in limits if n is not None and n > 0]
-    return min(given) if given else None
-
-
-def is_none(choice: Any) -> bool:
-    """Whether a tool choice forbids tools, in the form of any of the protocols."""
-    return choice == "none" or (isinstance(choice, dict) and choice.get("type") == "none")
 
 
 def function_tool(name: Any, description: Any, parameters: Any) -> Message:

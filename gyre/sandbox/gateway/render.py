@@ -25,6 +25,7 @@ from threading import Lock
 from typing import Any, Final, NamedTuple
 
 from gyre.sandbox.gateway.parse import Format, Reasoning
+from gyre.sandbox.gateway.resume import Mark
 from gyre.sandbox.gateway.template import ChatTemplate, TemplateRefused
 from gyre.trajectory.match import Message, canonical
 
@@ -37,25 +38,35 @@ _CALL: Final[Message] = {"id": "call_0", "type": "function", "function": {"name"
 
 
 class Before(NamedTuple):
-    """What a conversation rendered to without the opening of the reply: length and digest of the text."""
+    """What a conversation rendered to without the opening of the reply: length and digest of the text. The digest is copied, never updated."""
 
     length: int
-    digest: bytes
+    digest: blake2b
+
+
+class Draft(NamedTuple):
+    """What a conversation's last rendering left for the next one."""
+
+    marks: dict[int, Mark]
+    text: str
+    before: Before
 
 
 class Rendered(NamedTuple):
-    """A prompt's ids; `before` recognises the conversation when it comes back; `bridged` says how the ids were made."""
+    """A prompt's ids, how it was rendered, which recognises the conversation when it comes back; `bridged` says how the ids were made."""
 
     ids: array[int]
-    before: Before
+    draft: Draft
     bridged: bool
 
 
-class Reply(NamedTuple):
-    """Message number `place` of a conversation is the reply of a recorded call; `reasons`: the reply held reasoning."""
+class Recorded(NamedTuple):
+    """A call to continue: its prompt and completion, what its prompt was rendered to, whether its reply held reasoning and ended its turn itself."""
 
-    place: int
+    ids: array[int]
+    before: Before
     reasons: bool
+    ended: bool
 
 
 class Shown(NamedTuple):
@@ -63,6 +74,9 @@ class Shown(NamedTuple):
 
     tools: Sequence[Any] | None
     key: bytes
+
+
+_NOTHING: Final = Before(0, blake2b(digest_size=16))
 
 
 class Renderer:
@@ -87,12 +101,12 @@ class Renderer:
     def shown(self, tools: Sequence[Any] | None) -> Shown:
         """Tools for `full` and `bridge`."""
         spelling = canonical(tools or [])
-        known = _digest(spelling)
+        known = blake2b(spelling, digest_size=16).digest()
         shown = self._shown.get(known)
         if shown is None:
             guarded = self.template.guard(tools) if tools else None
             try:
-                key = _digest(self.template.render([{"role": "user", "content": _REPLY}], guarded, reply_follows=False).encode())
+                key = _digest(self.template.render([{"role": "user", "content": _REPLY}], guarded, reply_follows=False))
             except TemplateRefused:
                 key = known
             shown = Shown(guarded, key)
@@ -124,53 +138,58 @@ class Renderer:
             message = {**message, "tool_calls": [_with_object(c) for c in message["tool_calls"]]}
         return message
 
-    def full(self, messages: Sequence[Message], shown: Shown, context: int) -> Rendered:
-        """Render and tokenise all messages. Raises `TemplateRefused`, and `TooLong` if that cannot be `context` tokens."""
-        text = self.template.render([self.guard(m) for m in messages], shown.tools, reply_follows=True)
-        return Rendered(self.template.encode(text, context), self._before(text), False)
+    def full(self, guarded: Sequence[Message], shown: Shown, draft: Draft | None, context: int) -> Rendered:
+        """Render and tokenise messages that were guarded. Raises `TemplateRefused`, and `TooLong` if that cannot be `context` tokens."""
+        text, marks = self._render(guarded, shown, draft)
+        return Rendered(self.template.encode(text, context), self._draft(text, marks, _NOTHING), False)
 
-    def bridge(
-        self, guarded: Sequence[Message], shown: Shown, replies: Sequence[Reply], history: array[int], before: Before, context: int, ended: bool
-    ) -> Rendered | None:
+    def bridge(self, stand_ins: Sequence[Message], shown: Shown, draft: Draft | None, recorded: Recorded, context: int) -> Rendered | None:
         """Continue a recorded call with messages that were guarded: None if the template does not allow it. Raises `TemplateRefused`, `TooLong`.
 
-        `replies` are the recorded replies among the messages since the conversation was last rendered in full; the last of them is the reply of the
-        call to continue. `history` are that call's prompt and completion ids, `before` is what its prompt was rendered to; `ended`: the policy ended
-        its turn itself.
+        In `stand_ins` the replies recorded since the conversation was last rendered in full are replaced by their `stand_in`; the last of them is the
+        reply of the call to continue.
         """
         if self.end_id is None:
             return None
-        stand_ins = list(guarded)
-        for reply in replies:
-            stand_ins[reply.place] = self._stand_in(guarded[reply.place], reply.reasons)
-        text = self.template.render(stand_ins, shown.tools, reply_follows=True)
-        digest = blake2b(text[: before.length].encode(), digest_size=16)
-        if digest.digest() != before.digest:
+        text, marks = self._render(stand_ins, shown, draft)
+        before = recorded.before
+        known = draft is not None and draft.before is before  # then there is no need for a digest
+        if not (text.startswith(draft.text) if draft and known else _digest(text[: before.length]) == before.digest.digest()):
             return None
         at = text.find(_REPLY, before.length)
-        if at < 0 or (replies[-1].reasons and text.find(_REASONING, before.length, at) < 0):
+        if at < 0 or (recorded.reasons and text.find(_REASONING, before.length, at) < 0):
             return None
         end = text.find(self.end_text, at)
         if end < 0:
             return None
-        bridge = self.template.encode(text[end + len(self.end_text) :] if ended else text[end:], context)
-        length = self._unopened(text)
-        digest.update(text[before.length : length].encode())  # the earlier part is not looked at twice
-        return Rendered(history + bridge, Before(length, digest.digest()), True)
+        bridge = self.template.encode(text[end + len(self.end_text) :] if recorded.ended else text[end:], context)
+        return Rendered(recorded.ids + bridge, self._draft(text, marks, before), True)
+
+    def _render(self, messages: Sequence[Message], shown: Shown, draft: Draft | None) -> tuple[str, dict[int, Mark]]:
+        marks = dict(draft.marks) if draft else {}
+        return self.template.render(messages, shown.tools, reply_follows=True, marks=marks), marks
+
+    def _draft(self, text: str, marks: dict[int, Mark], earlier: Before) -> Draft:
+        """A prompt's text begins with what was rendered earlier, which is not looked at again."""
+        unopened = text.removesuffix(self.opening)
+        digest = earlier.digest.copy()
+        digest.update(unopened[earlier.length :].encode())
+        return Draft(marks, unopened, Before(len(unopened), digest))
+
+    def stand_in(self, message: Message, reasons: bool) -> Message:
+        """A reply whose text is replaced by sentinels, for `bridge`; `reasons`: it held reasoning. Calls keep name and id: templates look them up."""
+        out: Message = {"role": "assistant", "content": _REPLY}
+        if reasons:
+            out["reasoning_content"] = _REASONING
+        if "tool_calls" in message and not self._calls_hide_text:
+            out["tool_calls"] = [{**c, "function": {"name": c["function"]["name"], "arguments": {}}} for c in message["tool_calls"]]
+        return out
 
     def count_reasoning(self, ids: array[int]) -> int:
         """Tokens of a completion up to the end of its reasoning, which it has; all of them if that was cut off."""
         if self._unthink is None:
             return 0
         return next((i + 1 for i, token in enumerate(ids) if token == self._unthink), len(ids))
-
-    def _before(self, text: str) -> Before:
-        length = self._unopened(text)
-        return Before(length, _digest(text[:length].encode()))
-
-    def _unopened(self, text: str) -> int:
-        """Length of a prompt's text without the opening of the reply."""
-        return len(text) - len(self.opening) if text.endswith(self.opening) else len(text)
 
     def _find_end(self) -> tuple[str, int | None]:
         """The token that ends an assistant's turn: the first added token that the template writes behind the reply."""
@@ -221,18 +240,9 @@ class Renderer:
         except TemplateRefused:
             return ""
 
-    def _stand_in(self, message: Message, reasons: bool) -> Message:
-        """A reply with its text replaced by sentinels. Tool calls keep name and id: templates may look them up."""
-        out: Message = {"role": "assistant", "content": _REPLY}
-        if reasons:
-            out["reasoning_content"] = _REASONING
-        if "tool_calls" in message and not self._calls_hide_text:
-            out["tool_calls"] = [{**c, "function": {"name": c["function"]["name"], "arguments": {}}} for c in message["tool_calls"]]
-        return out
 
-
-def _digest(data: bytes) -> bytes:
-    return blake2b(data, digest_size=16).digest()
+def _digest(text: str) -> bytes:
+    return blake2b(text.encode(), digest_size=16).digest()
 
 
 def _with_object(call: Message) -> Message:

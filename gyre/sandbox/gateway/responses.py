@@ -27,6 +27,7 @@ from gyre.sandbox.gateway.protocol import (
     Answer,
     Ask,
     Fault,
+    Parts,
     Recall,
     Refusal,
     Request,
@@ -36,6 +37,8 @@ from gyre.sandbox.gateway.protocol import (
     event,
     function_tool,
     make_ask,
+    read_object,
+    read_objects,
 )
 from gyre.trajectory.match import Message, UnsupportedContent
 
@@ -45,7 +48,7 @@ _CUSTOM: Final = {"type": "object", "properties": {"input": {"type": "string"}},
 
 
 class _Request(Request, kw_only=True):
-    input: str | list[dict[str, Any]] | None = None
+    input: str | list[msgspec.Raw] | None = None
     instructions: str | list[dict[str, Any]] | None = None
     store: bool | None = True
     background: bool | None = False
@@ -83,20 +86,22 @@ class Responses:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._n_kept_bytes = 0
         self._count = 0
+        self._items, self._tools = Parts(), Parts()
 
     def read(self, body: bytes) -> Turn:
         request: _Request = decode(_requests, body, "responses")
         if request.background or request.conversation is not None:
             raise Refusal(Fault.UNSUPPORTED, "neither background nor conversation is served")
-        items: list[dict[str, Any]] = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input or []
+        given = request.input
+        items: list[Any] = [{"role": "user", "content": given}] if isinstance(given, str) else self._items.read(given or (), read_object)
         earlier = self._earlier(request.previous_response_id)
         if not items and not earlier:
             raise Refusal(Fault.MALFORMED, "input is empty")
-        given = list(request.tools or ())
-        for item in items:
-            if item.get("type") == "additional_tools" and isinstance(item.get("tools"), list):
-                given += [t for t in item["tools"] if isinstance(t, dict)]
-        tools, callable_ = _tools(given)
+        more = [i["tools"] for i in items if i.get("type") == "additional_tools" and isinstance(i.get("tools"), list)]
+        ((tools, callable_),) = self._tools.read([request.tools], lambda part: _tools(read_objects(part)))
+        for those in more:
+            others, names = _tools([t for t in those if isinstance(t, dict)])
+            tools, callable_ = tools + others, callable_ | names
         messages = _Items(self._recall, earlier).read(items)
         ask = make_ask("responses", request, [*_instructions(request.instructions), *messages], tools, _SAMPLING, request.max_output_tokens)
         self._count += 1

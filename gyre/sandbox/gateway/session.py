@@ -26,21 +26,20 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from gyre.errors import DeadlineExceeded, GyreError, WorkFailed
-from gyre.sandbox.gateway.parse import Offered, parse
+from gyre.sandbox.gateway.journal import Call, Journal, family, offered
+from gyre.sandbox.gateway.parse import parse
 from gyre.sandbox.gateway.protocol import Answer, Ask
-from gyre.sandbox.gateway.render import Before, Rendered, Renderer, Reply, Shown
+from gyre.sandbox.gateway.render import Recorded, Rendered, Renderer, Shown
 from gyre.sandbox.gateway.route import Completion, ContextFull, Job, Router
 from gyre.sandbox.gateway.template import TooLong
-from gyre.trajectory.classes import Origin, Rule, classify, quotable, told
+from gyre.trajectory.classes import Rule, told
 from gyre.trajectory.graph import Exported, PrefixGraph
-from gyre.trajectory.match import Conversation, Match, Matcher, Memory, Message, fingerprint
-from gyre.trajectory.select import LeftOut, left_out, select
-from gyre.types import CallRecord, CallStatus, Ending, LeafClass, Sampling, Ticket, TrajectoryMeta
+from gyre.trajectory.match import Conversation, Matcher, Memory, Message
+from gyre.trajectory.select import LeftOut
+from gyre.types import CallRecord, CallStatus, Ending, Sampling, Ticket, TrajectoryMeta
 
 _COUNTED: Final = 4  # how far beyond the context prompts are still counted
 _LARGE: Final = 1 << 17  # bytes of a request: reading and rendering as much takes milliseconds
-_QUOTES: Final = 8  # replies that are looked for in new messages
-_QUOTE_CHARS: Final = 20  # shorter ones stand anywhere
 _CLOSE_S: Final = 15.0  # more than the router gives an engine to return an aborted request
 
 T = TypeVar("T")
@@ -62,30 +61,14 @@ class Limits(NamedTuple):
     rules: tuple[Rule, ...] = ()
 
 
-class _Call(msgspec.Struct):
-    """One row of the journal."""
+class _Prompt(NamedTuple):
+    """What a request asks the policy."""
 
-    call_id: str
-    started_s: float
-    api: str
-    asked: dict[str, bool | int | float | str]
-    family: bytes
-    offered: Offered | None
-    n_messages: int
-    after: str | None  # the call that this one continues
-    before: Before
-    bridged: bool
-    n_prompt: int
-    told: LeafClass | None = None  # by a rule
-    said: str = ""  # its reply, if that is text and was not seen again yet
-    quoted_by: str | None = None
-    status: CallStatus = CallStatus.ERROR
-    finish: str = "error"
-    ended_s: float = 0.0
-    n_completion: int = 0
-    cell: str = ""
-    reasons: bool = False  # its reply holds reasoning
-    ended: bool = False  # its completion ends with the end of the turn
+    turn: int
+    tools_key: bytes
+    conversation: Conversation
+    after: str | None  # the call that it continues
+    rendered: Rendered
 
 
 class Outcome(NamedTuple):
@@ -111,8 +94,8 @@ class Session:
         self._graph = PrefixGraph()
         self._matcher = Matcher()
         self._memory = Memory()
-        self._calls: dict[str, _Call] = {}
-        self._adopted: set[str] = set()
+        self._shown: tuple[Sequence[Any] | None, Shown] | None = None  # the tools that came last
+        self._journal = Journal()
         self._cells: list[str] = []
         self._turns = 0
         self._closed = False
@@ -146,75 +129,58 @@ class Session:
         self._refuse_if_over()
         self._refuse_beyond_context(len(ask.messages))  # a message is a token or more
         try:
-            turn, shown, messages, end, match, rendered = await self.alone(n_bytes, self._read, ask)
+            prompt = await self.alone(n_bytes, self._read, ask, self.limits.context, 1)
+        except TooLong as e:
+            self._refuse_beyond_context(e.n_tokens)
+            raise
         finally:
             if self._turns > self.limits.max_turns:
                 self._end(Ending.TURN_LIMIT, f"{self.limits.max_turns} model calls")
         self._refuse_if_over()
-        if match is not None:
-            self._adopted.add(match.call_id)
-            self._calls[match.call_id].said = ""
-        call = _Call(
-            call_id=f"c{turn}",
+        messages, rendered = prompt.conversation.messages, prompt.rendered
+        tools = offered(ask.tools)
+        call = Call(
+            call_id=f"c{prompt.turn}",
             started_s=time.monotonic() - self._started,
             api=ask.api,
             asked=ask.asked,
-            family=_family(shown.key, messages),
-            offered=_offered(ask.tools),
+            family=family(prompt.tools_key, messages),
+            offered=tools,
             n_messages=len(messages),
-            after=match.call_id if match else None,
-            before=rendered.before,
+            after=prompt.after,
+            before=rendered.draft.before,
             bridged=rendered.bridged,
             n_prompt=len(rendered.ids),
+            told=told(self.limits.rules, messages, tools or ()),
         )
-        call.told = told(self.limits.rules, messages, call.offered or ())
-        self._find_quoted(call.call_id, messages[self._calls[match.call_id].n_messages + 1 :] if match else messages, anew=match is None)
-        self._calls[call.call_id] = call
+        self._journal.add(call, messages)
         room = self.limits.context - call.n_prompt
         if room < 1:
-            self._finish(call, CallStatus.ERROR, "context")
-            self.context_full = True
-            raise ContextFull(call.n_prompt, self.limits.context)
-        wanted = self.limits.sampling.max_tokens if ask.max_tokens is None else min(ask.max_tokens, self.limits.sampling.max_tokens)
-        aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            raise self._full(call, ContextFull(call.n_prompt, self.limits.context))
         job = Job(
             rollout_id=self.ticket.rollout_id,
-            name=f"{self.ticket.rollout_id}.{self.ticket.epoch}.{turn}",
+            name=f"{self.ticket.rollout_id}.{self.ticket.epoch}.{prompt.turn}",
             prompt=rendered.ids,
-            sampling=msgspec.structs.replace(self.limits.sampling, max_tokens=min(wanted, room)),
-            seed=_seed(self.ticket.seed, turn),
+            sampling=msgspec.structs.replace(self.limits.sampling, max_tokens=min(ask.max_tokens or room, self.limits.sampling.max_tokens, room)),
+            seed=_seed(self.ticket.seed, prompt.turn),
             policy=self.ticket.policy,
             deadline=self.limits.deadline,
-            aborted=aborted,
+            aborted=asyncio.get_running_loop().create_future(),
             stop_ids=() if self._renderer.end_id is None else (self._renderer.end_id,),
         )
-        return await self._run(call, job, end)
+        return await self._run(call, job, prompt.conversation.links[-1])
 
-    def _read(self, ask: Ask) -> tuple[int, Shown, list[Message], bytes, Match | None, Rendered]:
-        """What a request is: its number, its tools and messages as they are shown, the end of their chain, the call that it continues, its prompt."""
-        shown = self._renderer.shown(ask.tools)
-        conversation = self._remember(ask, shown)
-        self._turns += 1
-        match = self._matcher.find(conversation.links, conversation.thoughts)
-        try:
-            rendered = self._render(conversation, shown, match, self.limits.context)
-        except TooLong as e:
-            self._refuse_beyond_context(e.n_tokens)
-            raise
-        return self._turns, shown, conversation.messages, conversation.links[-1], match, rendered
-
-    def _remember(self, ask: Ask, shown: Shown) -> Conversation:
-        return self._memory.read(ask.messages, shown.key, self._renderer.acceptable, self._renderer.guard)
-
-    def _find_quoted(self, call_id: str, messages: Sequence[Message], *, anew: bool) -> None:
-        """Replies that new messages hold as text were adopted: as summaries where a conversation begins anew, else as a sub-agent's answers."""
-        silent = [c for c in self._calls.values() if c.said][-_QUOTES:]
-        if silent:
-            text = "\n".join(m["content"] for m in messages)
-            for call in silent:
-                if call.said in text:
-                    self._adopted.add(call.call_id)
-                    call.said, call.quoted_by = "", call_id if anew else None
+    def _read(self, ask: Ask, at_most: int, n_turns: int) -> _Prompt:
+        """What a request asks the policy, which is so many turns. Raises `TemplateRefused`, `TooLong`."""
+        if self._shown is None or self._shown[0] is not ask.tools:
+            self._shown = ask.tools, self._renderer.shown(ask.tools)
+        shown = self._shown[1]
+        conversation = self._memory.read(ask.messages, shown.key, self._renderer.acceptable, self._renderer.guard)
+        self._turns += n_turns
+        after = self._matcher.find(conversation.links, conversation.thoughts)
+        rendered = self._render(conversation, shown, after, at_most)
+        conversation.draft = rendered.draft
+        return _Prompt(self._turns, shown.key, conversation, after, rendered)
 
     async def count(self, ask: Ask, n_bytes: int = 0) -> int:
         """Tokens of the prompt that `complete` would send. It is no call: nothing is recorded. Raises as `complete` does."""
@@ -223,23 +189,18 @@ class Session:
         if len(ask.messages) > most:
             raise ContextFull(len(ask.messages), self.limits.context)
         try:
-            return len((await self.alone(n_bytes, self._preview, ask, most)).ids)
+            return len((await self.alone(n_bytes, self._read, ask, most, 0)).rendered.ids)
         except TooLong as e:
             raise ContextFull(e.n_tokens, self.limits.context) from None
 
-    def _preview(self, ask: Ask, at_most: int) -> Rendered:
-        shown = self._renderer.shown(ask.tools)
-        conversation = self._remember(ask, shown)
-        return self._render(conversation, shown, self._matcher.find(conversation.links, conversation.thoughts), at_most)
-
     def recall(self, handle: str) -> str:
         """The reasoning of a recorded call's reply, by the call's id; empty if there is none. Adapters give the id out for harnesses to send back."""
-        call = self._calls.get(handle)
+        call = self._journal.calls.get(handle)
         if call is None or not call.reasons:
             return ""
         return str(self._message(call, self._graph.completion(handle)).get("reasoning_content", ""))
 
-    async def _run(self, call: _Call, job: Job, end: bytes) -> Answer:
+    async def _run(self, call: Call, job: Job, end: bytes) -> Answer:
         task = asyncio.ensure_future(self._generate(call, job, end))
         if not self._in_flight:
             self._busy_since = time.monotonic()
@@ -259,24 +220,20 @@ class Session:
         if not task.cancelled():
             task.exception()  # the caller may be gone: its failure is in the journal
 
-    async def _generate(self, call: _Call, job: Job, end: bytes) -> Answer:
+    async def _generate(self, call: Call, job: Job, end: bytes) -> Answer:
         try:
             completion = await self._router.generate(job)
-        except ContextFull:
-            self._finish(call, CallStatus.ERROR, "context")
-            self.context_full = True
-            raise
-        except DeadlineExceeded:
+        except ContextFull as e:
+            raise self._full(call, e) from None
+        except (DeadlineExceeded, WorkFailed) as e:
             self._finish(call, CallStatus.ERROR, "error")
-            raise
-        except WorkFailed as e:
-            self._finish(call, CallStatus.ERROR, "error")
-            self._end(Ending.ENGINE_LOST, str(e))
+            if not isinstance(e, DeadlineExceeded):
+                self._end(Ending.ENGINE_LOST, str(e))
             raise
         async with self._lock:
             return self._record(call, job, completion, end)
 
-    def _record(self, call: _Call, job: Job, completion: Completion, end: bytes) -> Answer:
+    def _record(self, call: Call, job: Job, completion: Completion, end: bytes) -> Answer:
         """Take up what was sampled. Raises `Over` if the caller is gone."""
         call.n_completion = len(completion.token_ids)
         call.cell = completion.cells[-1] if completion.cells else ""
@@ -291,7 +248,7 @@ class Session:
         self.context_full = False
         return self._reply(call, completion, end)
 
-    def _reply(self, call: _Call, completion: Completion, end: bytes) -> Answer:
+    def _reply(self, call: Call, completion: Completion, end: bytes) -> Answer:
         ids = completion.token_ids
         call.finish = completion.finish
         message = self._message(call, ids)
@@ -300,13 +257,12 @@ class Session:
         self._finish(call, CallStatus.COMPLETE, completion.finish if reason != "tool_calls" else reason)
         if ids:
             call.ended = self._ends_turn(ids, completion.finish)
-            said = "" if "tool_calls" in message else quotable(message["content"].strip())
-            call.said = said if len(said) >= _QUOTE_CHARS else ""
+            self._journal.says(call, message)
             self._matcher.record(call.call_id, end, message)
         n_reasoning = self._renderer.count_reasoning(ids) if call.reasons else 0
         return Answer(call.call_id, message, reason, call.n_prompt, call.n_completion, n_reasoning)
 
-    def _message(self, call: _Call, ids: array[int]) -> Message:
+    def _message(self, call: Call, ids: array[int]) -> Message:
         """The message that a call's completion says."""
         r = self._renderer
         text = r.template.decode(ids[:-1] if self._ends_turn(ids, call.finish) else ids)
@@ -318,27 +274,31 @@ class Session:
             ids[-1] == self._renderer.end_id or (finish in ("stop", "tool_calls") and self._renderer.template.is_control(ids[-1]))
         )
 
-    def _render(self, conversation: Conversation, shown: Shown, match: Match | None, at_most: int) -> Rendered:
+    def _render(self, conversation: Conversation, shown: Shown, after: str | None, at_most: int) -> Rendered:
         """The prompt. Raises `TemplateRefused`, `TooLong`."""
-        if match is not None:
-            call = self._calls[match.call_id]
-            history = self._graph.history(match.call_id)
-            replies = self._replies(match.call_id)
-            rendered = self._renderer.bridge(conversation.guarded, shown, replies, history, call.before, at_most, call.ended)
+        if after is not None:
+            call = self._journal.calls[after]
+            recorded = Recorded(self._graph.history(after), call.before, call.reasons, call.ended)
+            rendered = self._renderer.bridge(self._stand_ins(conversation, after), shown, conversation.draft, recorded, at_most)
             if rendered is not None:
                 return rendered
-        return self._renderer.full(conversation.messages, shown, at_most)
+        return self._renderer.full(conversation.guarded, shown, conversation.draft, at_most)
 
-    def _replies(self, call_id: str) -> list[Reply]:
-        """Where a conversation that continues this call has recorded replies, back to the last prompt that was rendered in full."""
-        call = self._calls[call_id]
-        replies = [Reply(call.n_messages, call.reasons)]
-        while call.bridged and call.after is not None:
-            call = self._calls[call.after]
-            replies.append(Reply(call.n_messages, call.reasons))
-        return replies[::-1]
+    def _stand_ins(self, conversation: Conversation, after: str) -> list[Message]:
+        """A conversation that continues this call, its recorded replies replaced."""
+        messages = list(conversation.guarded)
+        for call in self._journal.bridges(after):
+            if call.stand_in is None:
+                call.stand_in = self._renderer.stand_in(messages[call.n_messages], call.reasons)
+            messages[call.n_messages] = call.stand_in
+        return messages
 
-    def _finish(self, call: _Call, status: CallStatus, finish: str) -> None:
+    def _full(self, call: Call, refused: ContextFull) -> ContextFull:
+        self._finish(call, CallStatus.ERROR, "context")
+        self.context_full = True
+        return refused
+
+    def _finish(self, call: Call, status: CallStatus, finish: str) -> None:
         call.status, call.finish = status, finish
         call.ended_s = time.monotonic() - self._started
 
@@ -369,54 +329,9 @@ class Session:
             for task in late:
                 task.cancel()
         async with self._lock:
-            return self._outcome()
-
-    def _outcome(self) -> Outcome:
-        graph = self._graph.export()
-        origins = {c.call_id: Origin(c.family, c.offered is not None, c.n_completion, c.told, c.quoted_by) for c in self._calls.values()}
-        classes = classify(origins)
-        records = [self._row(c, graph, classes[c.call_id]) for c in self._calls.values()]
-        random = Random(_seed(self.ticket.seed, 0))
-        chosen = select(graph.nodes, records, self._adopted, self.limits.max_trajectories, random, greedy=self.limits.greedy)
-        left = left_out(graph.nodes, records, self._adopted, chosen)
-        return Outcome(graph, records, chosen, left, list(self._cells), self._model_s)
-
-    @staticmethod
-    def _row(call: _Call, graph: Exported, leaf_class: LeafClass) -> CallRecord:
-        placed = graph.calls.get(call.call_id)
-        return CallRecord(
-            call_id=call.call_id,
-            prompt_node=placed.prompt_node if placed else -1,
-            node=placed.node if placed else -1,
-            status=call.status,
-            finish_reason=call.finish,
-            leaf_class=leaf_class,
-            cell=call.cell,
-            started_s=round(call.started_s, 6),
-            ended_s=round(call.ended_s, 6),
-            n_prompt=call.n_prompt,
-            n_completion=call.n_completion,
-            api=call.api,
-            asked=call.asked,
-        )
-
-
-def _offered(tools: Sequence[Any] | None) -> dict[str, Any] | None:
-    """Names and parameters of a request's tools; None if it has none."""
-    if not tools:
-        return None
-    functions = [t["function"] for t in tools if isinstance(t, dict) and isinstance(t.get("function"), dict)]
-    return {f["name"]: f.get("parameters") for f in functions if isinstance(f.get("name"), str)}
-
-
-def _family(tools_key: bytes, messages: Sequence[Message]) -> bytes:
-    """What tells agents apart: the tools and the system messages that a conversation opens with."""
-    parts = [tools_key]
-    for message in messages:
-        if message["role"] != "system":
-            break
-        parts.append(fingerprint(message))
-    return blake2b(b"".join(parts), digest_size=16).digest()
+            graph = self._graph.export()
+            chosen = self._journal.choose(graph, self.limits.max_trajectories, Random(_seed(self.ticket.seed, 0)), greedy=self.limits.greedy)
+            return Outcome(graph, *chosen, list(self._cells), self._model_s)
 
 
 def _seed(seed: int, turn: int) -> int:

@@ -34,6 +34,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from gyre.errors import UsageError
+from gyre.sandbox.gateway.resume import FILTERS, TRACE, Indexed, Mark, Trace, weave
 
 _CACHED_TEXTS: Final = 512
 _CACHED_CHARS: Final = 16_384  # longer texts are not worth their memory in the cache
@@ -92,14 +93,19 @@ class _Environment(ImmutableSandboxedEnvironment):
                 return self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
 
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        if type(obj) is Indexed:
+            obj.note(argument)
+        return super().getitem(obj, argument)
+
 
 def compile_template(source: str) -> jinja2.Template:
     """Compile a chat template. Raises `jinja2.TemplateSyntaxError`."""
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = _tojson
+    environment.filters |= {"tojson": _tojson, **FILTERS}
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = datetime.now().strftime
-    return environment.from_string(source)
+    return environment.from_string(weave(environment.parse(source)))
 
 
 class ChatTemplate:
@@ -135,10 +141,15 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as e:
             raise UsageError(str(directory), f"the chat template does not parse ({e})", "mend it", "chat_template") from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, reply_follows: bool) -> str:
-        """The template's text; `reply_follows` adds the opening of the assistant's turn. Raises `TemplateRefused`."""
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, reply_follows: bool, marks: dict[int, Mark] | None = None) -> str:
+        """The template's text; `reply_follows` adds the opening of the assistant's turn. `marks`, if given, are those of a rendering of messages that
+        these may begin with, and become those of this one. Raises `TemplateRefused`."""
+        trace = Trace({} if marks is None else marks)
+        given = {"messages": Indexed(messages), "tools": tools, "documents": None, "add_generation_prompt": reply_follows, TRACE: trace}
         try:
-            return self._template.render(messages=messages, tools=tools, documents=None, add_generation_prompt=reply_follows, **self._variables)
+            for piece in self._template.root_render_func(self._template.new_context(self._variables | given)):
+                trace.out.append(piece)
+            return "".join(trace.out)
         except (jinja2.exceptions.TemplateError, TypeError, KeyError, AttributeError, ValueError, IndexError) as e:
             raise TemplateRefused(f"the model's chat template rejects these messages: {e}") from None
 
