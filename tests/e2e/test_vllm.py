@@ -29,7 +29,7 @@ def vllm(run: Run) -> Run:
 
 
 def test_an_engine_that_is_killed_comes_back(vllm: Run) -> None:
-    """pains 12, 13: it loads for longer than any ping may take and is not given up for it; it is asked only after it acknowledged the policy of now."""
+    """pains 12, 13: it loads for longer than any ping may take and is not given up; it is asked only once it acknowledged the policy of now."""
     run = vllm
     run.start_all()
     run.until(lambda: (run.dir / "ledger.db").exists() and len(run.dump("--kind", "steps")) >= 1, "the first step")
