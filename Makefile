@@ -47,7 +47,7 @@ test-docker: setup
 	    tests/sandbox tests/e2e/test_docker.py
 
 test-vllm: setup-vllm
-	.venv-vllm/bin/python -m pytest -W ignore -k vllm tests/rollout  # importing vLLM warns of its own affairs
+	.venv-vllm/bin/python -m pytest -W ignore -k vllm tests/rollout tests/e2e/test_vllm.py  # importing vLLM warns of its own affairs
 
 test-all: test test-docker test-vllm
 

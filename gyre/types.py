@@ -17,13 +17,6 @@ from typing import Final
 import msgspec
 
 
-class Role(StrEnum):
-    """What a cell's trainer is: the only holder of optimizer state, or a cell that only adds gradients."""
-
-    CORE = "core"
-    SATELLITE = "satellite"
-
-
 class Purpose(StrEnum):
     """Why a ticket exists. Evaluation is outside quota, groups and training."""
 
