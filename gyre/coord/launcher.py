@@ -41,15 +41,15 @@ _START: Final = (  # $2: its log; $3: not empty if whoever holds the folder is t
     "command -v flock >/dev/null && command -v setsid >/dev/null || { echo needs flock and setsid of util-linux >&2; exit 72; }; "
     'd=$1; mkdir -p -m 700 "$d" && exec 9>>"$d/lock" || exit 73; '
     'flock -w 1 9 || { [ -n "$3" ] && kill -9 "$(cat "$d/pid")" && flock -w 10 9; } || exit 75; '
-    'rm -f "$d/pid" "$d/exit"; tar -xof - -C "$d" || exit 73; '
-    """setsid sh -c 'sh "$0/start" </dev/null >>"$1" 2>&1; echo $? >"$0/exit.new"; mv "$0/exit.new" "$0/exit"' "$d" "$2" >/dev/null 2>&1 & """
+    'rm -f "$d/pid"; tar -xof - -C "$d" && printf "%-4s\\n" "" >"$d/exit" || exit 73; '  # room for the code, should the disk be full then
+    """setsid sh -c 'sh "$0/start" </dev/null >>"$1" 2>&1; printf "%-4s\\n" $? 1<>"$0/exit"' "$d" "$2" >/dev/null 2>&1 & """
     'until [ -s "$d/pid" ]; do sleep 0.05; done; cat "$d/pid"'
 )
 _FIND: Final = '[ -e "$1/lock" ] || exit 1; flock -n "$1/lock" true && exit 1; cat "$1/pid"'
 _SIGNAL: Final = '[ -e "$1/lock" ] || exit 0; flock -n "$1/lock" true || kill "-$2" "$(cat "$1/pid")"'
 _FOLLOW: Final = (  # $2: the first byte wanted of its log, if any. Ends with the process's exit code
     'f=; [ -z "$2" ] || { flock -n "$1/lock" true || f="-f --pid=$(cat "$1/pid")"; tail -c "+$2" -s 0.2 $f "$1/log"; }; '
-    """exec flock "$1/lock" sh -c 'c=$(cat "$0/exit" 2>/dev/null); [ "$c" != 255 ] || c=1; exit ${c:-137}' "$1\""""
+    """exec flock "$1/lock" sh -c 'c=; read -r c <"$0/exit"; [ "$c" != 255 ] || c=1; exit ${c:-137}' "$1\""""
 )
 
 

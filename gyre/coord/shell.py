@@ -10,6 +10,7 @@ Not here: decisions (machine.py about processes, roles.py about cells).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -154,7 +155,7 @@ class Coordinator:
                 code = await self.launcher.follow(plan)
         except GyreError as e:
             code = e.exit_code
-            with (self.logs / f"{plan.name}.log").open("a") as file:
+            with contextlib.suppress(OSError), (self.logs / f"{plan.name}.log").open("a") as file:  # the disk may be full
                 file.write(f"error: {e}\n")
         self._exited(plan.name, code)
 
