@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from gyre.rollout.model import eos_ids, model_shapes
 from gyre.sandbox.gateway.parse import parse
-from gyre.sandbox.gateway.render import Renderer, Reply
+from gyre.sandbox.gateway.render import Recorded, Renderer
 from gyre.sandbox.gateway.template import ChatTemplate
 from gyre.sandbox.task import load_task
 from gyre.train import tree as trees
@@ -113,14 +113,15 @@ def test_the_template_shows_tools_and_is_continued_exactly(saved: Path) -> None:
     assert (renderer.form, renderer.end_text, renderer.opening) == ("hermes", "<|im_end|>", "<|im_start|>assistant\n")
     shown = renderer.shown(TOOLS)
     asked = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
-    first = renderer.full(asked, shown, 1000)
+    first = renderer.full(asked, shown, None, 1000)
     text = renderer.template.tokenizer.decode(list(first.ids), skip_special_tokens=False)
     assert text == "<|im_start|>system\nTools: write(path, content)\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
     call = {"id": "c", "type": "function", "function": {"name": "write", "arguments": '{"path": "a", "content": "b"}'}}
     later = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": "fine"}]
     reply = renderer.template.encode('<tool_call>\n{"name": "write", "arguments": {"path": "a", "content": "b"}}\n</tool_call><|im_end|>', 1000)
-    bridged = renderer.bridge(later, shown, [Reply(2, False)], first.ids + reply, first.before, 1000, True)
-    assert bridged is not None and bridged.ids == renderer.full(later, shown, 1000).ids
+    stand_ins = [renderer.stand_in(m, False) if m["role"] == "assistant" else m for m in later]
+    bridged = renderer.bridge(stand_ins, shown, first.draft, Recorded(first.ids + reply, first.draft.before, False, True), 1000)
+    assert bridged is not None and bridged.ids == renderer.full(later, shown, None, 1000).ids
 
 
 def test_imitation_is_cross_entropy_of_what_was_said_and_goes_down(saved: Path) -> None:
