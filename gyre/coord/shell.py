@@ -1,8 +1,7 @@
 """The coordinator's doing: start processes, listen, tell cells what they are, show, stop in order.
 
 Soft state only: whatever it knows comes from the workers' statuses and the buffer's counters; what an earlier coordinator left is taken over as it
-is. What is said to workers is said again until a status
-shows that it was heard; the route table is the answer to every status of a sandbox.
+is. What is said to workers is said again until a status shows that it was heard; the route table is the answer to every status of a sandbox.
 
 Not here: decisions (machine.py about processes, roles.py about cells).
 """
