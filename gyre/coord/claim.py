@@ -25,8 +25,7 @@ def claimed(run_dir: Path) -> Iterator[None]:
             raise Busy(f"{run_dir}: another gyre-coord (process {holder}) has this run; stop it or give another --run")
         os.truncate(fd, 0)
         os.write(fd, f"{os.getpid()} on {socket.gethostname()}\n".encode())
-        yield
-        (run_dir / PID).unlink(missing_ok=True)
+        yield  # the file stays: were it removed, one who opened it before and one who made it anew would both hold a lock
     finally:
         os.close(fd)
 

@@ -107,6 +107,10 @@ def test_one_coordinator(tmp_path: Path) -> None:
         assert holder(tmp_path) == os.getpid()
         with pytest.raises(Busy, match=rf"another gyre-coord \(process {os.getpid()} on .*\) has this run"), claimed(tmp_path):
             pass
+    with (tmp_path / PID).open() as early:  # whoever opened it before the end of the last one
+        with claimed(tmp_path):
+            pass
+        assert os.fstat(early.fileno()).st_ino == (tmp_path / PID).stat().st_ino, "one file, so one lock"
     (tmp_path / PID).write_text("1 on a host where it was killed")
     with pytest.raises(UsageError, match="no running coordinator"):
         holder(tmp_path)
