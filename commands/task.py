@@ -94,7 +94,7 @@ def run(
 @click.option("-j", "--jobs", type=click.IntRange(1, 256), default=2, show_default=True, help="Tasks checked at once.")
 @options
 def check(tasks: tuple[Path, ...], jobs: int, as_json: bool, **given: Any) -> None:
-    """Check that each task's oracle gets 1 and that doing nothing gets 0.
+    """Check that each task's oracle gets 1, that doing nothing gets 0, and that no git repository given to the agent has commits behind its back.
 
     TASKS are task directories, directories of them, or lists of them (JSON lines with a path). Exit 1 if one is not sound.
     """
@@ -217,7 +217,9 @@ class Progress:
         elif self.as_json:
             import msgspec
 
-            click.echo(msgspec.json.encode({"task": check.oracle.task, "sound": check.sound, "oracle": check.oracle, "nop": check.nop}))
+            click.echo(
+                msgspec.json.encode({"task": check.oracle.task, "sound": check.sound, "leak": check.leak, "oracle": check.oracle, "nop": check.nop})
+            )
         else:
             click.echo(f"{'ok  ' if check.sound else 'FAIL'}  {check.oracle.task}  {self._rewards(check)}")
 
@@ -231,9 +233,10 @@ class Progress:
 
     @staticmethod
     def _rewards(check: Check) -> str:
-        return "  ".join(
+        said = [
             f"{r.harness} {'-' if r.reward is None else f'{r.reward:g}'}{f' ({r.detail})' if r.detail else ''}" for r in (check.oracle, check.nop)
-        )
+        ]
+        return "  ".join([*said, *filter(None, [check.leak])])
 
     def _table(self) -> None:
         from rich.console import Console
@@ -247,7 +250,7 @@ class Progress:
         for c in sorted(rows, key=lambda c: c.oracle.task):
             cells = ["-" if r.reward is None else f"{r.reward:g}" for r in (c.oracle, c.nop)]
             seconds = sum(c.oracle.seconds.values()) + sum(c.nop.seconds.values())
-            verdict = Text("sound", "green") if c.sound else Text(c.oracle.detail or c.nop.detail or "not sound", "red")
+            verdict = Text("sound", "green") if c.sound else Text(c.oracle.detail or c.nop.detail or c.leak or "not sound", "red")
             table.add_row(Text(c.oracle.task), *cells, verdict, f"{seconds:.2f}")
         Console().print(table)
 

@@ -38,6 +38,16 @@ from gyre.types import Ending
 
 ORACLE: Final = "oracle"
 NOP: Final = "nop"
+_LEAKS: Final = 42
+_LOOK: Final = f"""
+find . -name .git -prune | while read -r found; do
+    g() {{ git -C "${{found%.git}}" -c safe.directory='*' "$@"; }}
+    head=$(g rev-parse -q --verify HEAD) && head=^$head
+    {{ g cat-file --batch-all-objects --batch-check='%(objecttype) %(objectname)' | sed -n 's/^commit //p'; echo "$head"; }} |
+        g rev-list --stdin --format=reference --no-commit-header -n 1
+done | grep . && exit {_LEAKS}; exit 0
+"""
+"""Changes nothing: looks for commits in the workspace that are not behind HEAD, however they are kept."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,14 +67,19 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """A task is sound when its oracle gets 1 and doing nothing gets 0."""
+    """A task is sound when its oracle gets 1, doing nothing gets 0, and no repository of its workspace has a later commit."""
 
     oracle: Result
     nop: Result
 
     @property
     def sound(self) -> bool:
-        return self.oracle.reward == 1 and self.nop.reward == 0
+        return self.oracle.reward == 1 and self.nop.reward == 0 and not self.leak
+
+    @property
+    def leak(self) -> str:
+        """A commit that the agent could find and its HEAD does not have."""
+        return f"its history has a later commit: {self.nop.output.splitlines()[0]}" if self.nop.harness_exit == _LEAKS else ""
 
 
 def base_limits(table: Sandbox) -> Limits:
@@ -101,7 +116,10 @@ def agent_spec(task: Task, workspace: Workspace, argv: Sequence[str], limits: Li
 
 
 async def run_task(backend: Backend, task: Task, table: Sandbox, harness: str, argv: Sequence[str] = ()) -> Result:
-    """`harness` is oracle or nop, or a name for the command `argv`. Faults of the sandbox become endings, those of the task's author `UsageError`."""
+    """`harness` is oracle or nop (which may have an `argv` to look around), or a name for the command `argv`.
+
+    Faults of the sandbox become endings, those of the task's author `UsageError`.
+    """
     argv = task.oracle_argv() if harness == ORACLE else argv
     limits = harness_limits(task, table)
     seconds: dict[str, float] = {}
@@ -131,7 +149,7 @@ async def run_task(backend: Backend, task: Task, table: Sandbox, harness: str, a
         workspace = await make
         await healthy(backend, workspace, task.healthcheck, task.env, limits)
         seconds["setup"] = time.monotonic() - started
-        if harness != NOP:
+        if argv:
             ended = await backend.run(agent_spec(task, workspace, argv, limits, harness_dir=table.harness_dir, oracle=harness == ORACLE))
             seconds["harness"] = ended.seconds
         graded = await grade(backend, workspace, task, verifier_limits(task, table), retries=table.verifier_retries)
@@ -159,7 +177,7 @@ async def check_tasks(backend: Backend, tasks: Sequence[Task], table: Sandbox, j
     async def worker() -> None:
         for task in queue:
             oracle = await run_task(backend, task, table, ORACLE)
-            nop = await run_task(backend, task, table, NOP)
+            nop = await run_task(backend, task, table, NOP, ["sh", "-c", _LOOK])
             report(Check(oracle=oracle, nop=nop))
 
     async with asyncio.TaskGroup() as group:

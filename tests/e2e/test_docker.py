@@ -11,11 +11,12 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import docker
 import pytest
-from whole_run import DEADLINE_S, Run, run, tasks, tiny_model  # noqa: F401 (fixtures)
+from whole_run import DEADLINE_S, RIGHT, WRONG, Run, run, tasks, tiny_model  # noqa: F401 (fixtures)
 
 from gyre.sandbox.backends import reaper
 
@@ -83,6 +84,39 @@ def test_a_whole_run_in_containers(run: Run, engine: Any) -> None:  # noqa: F811
     rollouts = run.dump("--kind", "rollouts")
     assert {r["reward"] for r in rollouts if r["ending"] == "finished"} == {0.0, 1.0}, run.log("sandbox")
     assert left(engine) == []
+
+
+def test_one_failure_in_eight_makes_nine_workspaces_and_removes_nine(run: Run, engine: Any) -> None:  # noqa: F811
+    """pains 35: somebody removes the container of one agent; that execution alone is tried again, and nothing of it stays."""
+    seen = set(engine.before)
+    names: dict[str, set[str]] = {}
+    stream = engine.api.events(since=int(time.time()), filters={"type": "volume"}, decode=True)  # it remembers the last few only, or too many
+
+    def note() -> None:
+        for event in stream:
+            names.setdefault(event["Action"], set()).add(event["Actor"]["ID"] or event["Actor"]["Attributes"]["name"])
+
+    noting = Thread(target=note, daemon=True)
+    noting.start()
+    more = flags("train.steps=1", "tasks.eval_every=0", "system.target_staleness=0", "system.steps_per_burst=1")
+    run.script(RIGHT, WRONG, delay_s=0.05)
+    for command in ("buffer", "train", "rollout", "sandbox"):
+        run.start(command, *more)
+
+    def agents() -> list[str]:
+        there = [c["Names"][0] for c in engine.api.containers(filters={"label": [reaper.OWNER]})]
+        return [n for n in there if n not in seen and engine.api.inspect_container(n)["Config"]["User"] != "0:0"]  # that is a keeper
+
+    run.until(lambda: agents() != [], "an agent's container")
+    engine.api.remove_container(agents()[0], force=True)
+    run.finish()
+    rollouts = run.dump("--kind", "rollouts")
+    assert sorted(r["epoch"] for r in rollouts) == [0] * 7 + [1], rollouts
+    assert {r["ending"] for r in rollouts} == {"finished"} and left(engine) == []
+    stream.close()
+    noting.join(DEADLINE_S)
+    removed = names.get("destroy", set()) | names.get("remove", set())
+    assert names["create"] == removed and len(removed) == 18, (names, run.log("sandbox"), run.log("buffer"))  # two for each workspace
 
 
 def test_killed_with_16_containers_and_16_bubblewraps_it_leaves_nothing(run: Run, engine: Any) -> None:  # noqa: F811

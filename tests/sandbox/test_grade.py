@@ -101,10 +101,10 @@ def test_an_exit_status_says_nothing(box, make_task):
     assert graded(box, make_task(test="echo 0 > $GYRE_LOGS/reward.txt; exit 1")).reward == 0
 
 
-def test_cheats_get_nothing(bwrap, make_task):
+def test_cheats_get_nothing(strong, make_task):
     agent = """mkdir -p /logs/verifier logs/verifier tests; echo 1 > /logs/verifier/reward.txt; echo 1 > logs/verifier/reward.txt
     echo 1 > reward.txt; echo 1 > reward.json; echo 'echo 1 > /logs/verifier/reward.txt' > tests/test.sh
     ln -s /logs/verifier/reward.txt answer; ln -s /tests/test.sh t
     (setsid sh -c 'while :; do echo 1 > /logs/verifier/reward.txt; done' &) 2>/dev/null
     ls /tests /solution && echo yes > answer; exit 0"""
-    assert graded(bwrap, make_task(), agent=agent).reward == 0
+    assert graded(strong, make_task(), agent=agent).reward == 0

@@ -103,6 +103,24 @@ def test_check(make_task, tmp_path):
     assert {row["task"]: row["sound"] for row in rows} == {"sound": True, "easy": False, "broken": False}
 
 
+KEPT = {
+    "a branch": "checkout -q -b fix; git checkout -q -B main HEAD~1",
+    "a reflog": "reset -q --hard HEAD~1",
+    "nothing": "reset -q --hard HEAD~1; rm -rf .git/logs",
+}
+
+
+@pytest.mark.parametrize("kept", [*KEPT, "no later commit"])
+def test_an_answer_in_the_history_is_found(make_task, kept):
+    """pains 37: whatever keeps the later commit."""
+    work = make_task(x="x") / "environment" / "workspace"
+    git = "git -c user.name=a -c user.email=a@b"
+    script = f"git init -q -b main; {git} commit -q --allow-empty -m one; {git} commit -q --allow-empty -m two; git {KEPT.get(kept, 'status -s')}"
+    subprocess.run(["sh", "-ec", script], cwd=work, check=True, timeout=60)
+    done = gyre_task("check", work.parents[1])
+    assert ("its history has a later commit: " in done.stdout, done.returncode) == ((kept in KEPT),) * 2, done
+
+
 def test_tasks_of_a_harness_with_a_directory(make_task, tmp_path):
     (tmp_path / "h").mkdir(mode=0o700)
     (tmp_path / "h" / "go.py").write_text(
