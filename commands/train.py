@@ -48,8 +48,8 @@ def main(role: str, steps: int | None, ranks: int | None, resume: bool, **option
 
 
 def _follows() -> bool:
-    """Is this process one of a cell's ranks, but not the first? gyre-train says so to those it starts, torchrun to all."""
-    return "GYRE_RANK" in os.environ or ("TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0")
+    """Is this process one of a cell's ranks, but not the first? gyre-train and gyre-coord say so to those they start, torchrun to all."""
+    return not os.environ.get("GYRE_RANK", "0/").startswith("0/") or ("TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0")
 
 
 def _follow(options: dict[str, Any], flags: dict[str, Any]) -> int:

@@ -4,9 +4,9 @@
     line   := KIND target ("," target)* (KEY "=" VALUE)*      shell quoting
     KIND   := buffer | sandbox | cell | rollout-cell | train-cell
     target := [USER "@"] HOST [":" SSHPORT]                   node[01-16,20]; [v6]; never a leading "-"
-    KEY    := name gpus slots bind python env.NAME set.table.key
+    KEY    := name gpus ranks slots bind python env.NAME set.table.key
 
-A range makes a line each; commas make one cell of several nodes, the first being rank 0. Every mistake is a `UsageError` with `FILE:LINE`.
+A range makes a line each; commas make one cell of several nodes, the first having rank 0. Every mistake is a `UsageError` with `FILE:LINE`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Line(msgspec.Struct, frozen=True):
     name: str
     hosts: list[Host]
     where: str  # FILE:LINE
-    gpus: list[int] = []
+    gpus: list[int] = []  # on each host
+    ranks: int | None = None  # of the cell, as many on each of its hosts
     slots: int | None = None
     bind: str | None = None
     python: str | None = None
@@ -59,7 +60,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 MAX_RANGE = 10_000
-_KEYS = ("name", "gpus", "slots", "bind", "python")
+_KEYS = ("name", "gpus", "ranks", "slots", "bind", "python")
 _TARGET = re.compile(r"(?:(?P<user>[A-Za-z_][\w.-]*)@)?(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_][\w.\[\],-]*)(?::(?P<port>\d{1,5}))?$", re.ASCII)
 _ENV = re.compile(r"env\.[A-Za-z_]\w*$", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}$")
@@ -116,10 +117,20 @@ def _build(kind: Kind, hosts: list[Host], options: dict[str, str], where: str) -
     name = options.get("name", "")
     if name and not _NAME.match(name):
         raise UsageError(where, f"{name!r} is no name", "use letters, digits, '.', '_' and '-'", "name")
-    slots = options.get("slots")
-    if slots is not None and not (slots.isdecimal() and len(slots) < 10 and int(slots) > 0):
-        raise UsageError(where, f"{slots!r} is no positive integer", "write for example slots=16", "slots")
-    for key, meant in (("slots", kind is Kind.SANDBOX), ("bind", kind is not Kind.SANDBOX)):
+    numbers: dict[str, int] = {}
+    for key in ("slots", "ranks"):
+        if (text := options.get(key)) is not None:
+            if not (text.isdecimal() and len(text) < 10 and int(text) > 0):
+                raise UsageError(where, f"{text!r} is no positive integer", f"write for example {key}=16", key)
+            numbers[key] = int(text)
+    if len(hosts) > 1 and kind is not Kind.TRAIN_CELL:
+        raise UsageError(where, f"a {kind} on several hosts", "write a line for each host; only a train-cell can span them")
+    gpus = _gpus(options["gpus"], where) if "gpus" in options else []
+    ranks = numbers.get("ranks", len(hosts) * max(1, len(gpus)) if len(hosts) > 1 else None)
+    if ranks is not None and ranks % len(hosts):
+        raise UsageError(where, f"{ranks} ranks on {len(hosts)} hosts", "give a multiple", "ranks")
+    trains = kind in (Kind.CELL, Kind.TRAIN_CELL)
+    for key, meant in (("slots", kind is Kind.SANDBOX), ("bind", kind is not Kind.SANDBOX), ("ranks", trains)):
         if key in options and not meant:
             raise UsageError(where, f"a {kind} has none", "leave it out", key)
     return Line(
@@ -127,8 +138,9 @@ def _build(kind: Kind, hosts: list[Host], options: dict[str, str], where: str) -
         name=name,
         hosts=hosts,
         where=where,
-        gpus=_gpus(options["gpus"], where) if "gpus" in options else [],
-        slots=int(slots) if slots else None,
+        gpus=gpus,
+        ranks=ranks,
+        slots=numbers.get("slots"),
         bind=options.get("bind"),
         python=options.get("python"),
         env={k.removeprefix("env."): v for k, v in options.items() if k.startswith("env.")},

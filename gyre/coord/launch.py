@@ -31,7 +31,7 @@ class Plan(msgspec.Struct, frozen=True):
     """One process to start."""
 
     name: str
-    kind: str  # buffer | sandbox | rollout | train
+    kind: str  # buffer | sandbox | rollout | train | rank (on a further host of a trainer's)
     argv: list[str]
     env: dict[str, str]
     address: str  # what it listens on, "" for nothing
@@ -56,9 +56,6 @@ def plans(
 ) -> list[Plan]:  # fmt: skip
     """The processes of all lines. Under `async` the first cells that may train do, for good; else a `cell` line makes an engine and a trainer that
     take turns. `slots`: rollout.slots, unless a line sets it; `here`: as `this_host` says; `keys`: is there net.keys? Raises `UsageError`."""
-    for line in lines:
-        if len(line.hosts) != 1:
-            raise UsageError(line.where, "a cell of several hosts cannot be launched so far", "write a line for each host")
     trainers, engines = _split(lines, parse_rule(rule))
     addresses = {f"train {x.name}": _address(x, run_dir, "train", here) for x in trainers}
     addresses |= {f"rollout {x.name}": _address(x, run_dir, "rollout", here) for x in engines}
@@ -78,8 +75,10 @@ def plans(
             made.append(_plan("sandbox", line.name, "", "--buffer", buffer, *words, **common))
         if line in trainers:
             role = ["--role", "auto"] if both else [] if line is trainers[0] else ["--role", "satellite", "--train", core]
+            role += ["--ranks", str(line.ranks)] if line.ranks else []
             name = f"{line.name}-train" if both else line.name
-            made.append(_plan("train", name, addresses[f"train {line.name}"], "--buffer", buffer, "--cell", line.name, *role, **common))
+            plan = _plan("train", name, addresses[f"train {line.name}"], "--buffer", buffer, "--cell", line.name, *role, **common)
+            made += _on_all(plan, line, run_dir, here)
         if line in engines:
             name, role = (f"{line.name}-rollout", ["--role", "auto"]) if both else (line.name, [])
             plan = _plan("rollout", name, addresses[f"rollout {line.name}"], "--train", core, "--cell", line.name, *role, **common)
@@ -90,6 +89,22 @@ def plans(
             raise UsageError("--cells", f"two processes would be called {plan.name}", "give one of their lines another name=", "name")
         if places.count(plan.address) > 1:
             raise UsageError("--cells", f"{plan.name} would listen at {plan.address}, as another does", "give its line another name=", "name")
+    return made
+
+
+def _on_all(plan: Plan, line: Line, run_dir: Path, here: str) -> list[Plan]:
+    """A trainer, and the first rank of each further host of its cell: they meet where the first one is."""
+    if len(line.hosts) == 1:
+        return [plan]
+    share = (line.ranks or 1) // len(line.hosts)
+    meet = at(_where(line, here) or "127.0.0.1", run_dir.name, "ranks", line.name)
+    made = [msgspec.structs.replace(plan, env={**plan.env, "GYRE_RANK": f"0/{line.ranks}/{share}@{meet}"})]
+    for n, host in enumerate(line.hosts[1:], 1):
+        env = {**plan.env, "GYRE_RANK": f"{n * share}/{line.ranks}/{share}@{meet}"}
+        rank = Plan(f"{plan.name}.{n}", "rank", [], env, "", host=host)
+        folder = run_dir if host.local else folder_of(run_dir, rank)
+        argv = [plan.argv[0], "-m", "gyre_commands.train", "--run", str(run_dir), "--config", str(folder / "run.toml"), "--ranks", str(line.ranks)]
+        made.append(msgspec.structs.replace(rank, argv=[*argv, *(word for s in line.sets for word in ("--set", s))]))
     return made
 
 
@@ -138,7 +153,7 @@ def folder_of(run_dir: Path, plan: Plan) -> Path:
 
 def this_host(lines: Sequence[Line]) -> str:
     """The address of this host that the others of the file reach, "" if there are none. Raises `UsageError`."""
-    far = next((x for x in lines if not x.hosts[0].local), None)
+    far = next((msgspec.structs.replace(x, hosts=[h]) for x in lines for h in x.hosts if not h.local), None)
     if far is None:
         return ""
     there = _numeric(far)
@@ -172,13 +187,18 @@ def _numeric(line: Line) -> str:
     return min(usable, key=lambda a: ":" in a)
 
 
+def _where(line: Line, here: str) -> str:
+    """The address of a line's first host, when some are on others than `here`; else ""."""
+    return "" if not here else here if line.hosts[0].local and not line.bind else _numeric(line)
+
+
 def _address(line: Line, run_dir: Path, kind: str, here: str) -> str:
     """Where a process listens; `here` is not empty when some are on other hosts."""
     name = "" if kind == "buffer" else line.name
     if line.bind and "://" in line.bind:
         return line.bind
     if here:
-        return at(here if line.hosts[0].local and not line.bind else _numeric(line), run_dir.name, kind, name)
+        return at(_where(line, here), run_dir.name, kind, name)
     return at(line.bind, run_dir.name, kind, name) if line.bind else endpoint(run_dir, kind, name)
 
 

@@ -165,7 +165,7 @@ class Launcher:
         files = {"start": _script(plan, folder_of(self.run_dir, plan)).encode()}
         if not plan.host.local:
             files["run.toml"] = (self.run_dir / "run.toml").read_bytes()
-            if self._keys is not None:
+            if self._keys is not None and plan.kind != "rank":
                 for file in [*self._keys.glob("*.key"), self._keys / f"{plan.kind}.key_secret"]:
                     files[f"keys/{file.name}"] = file.read_bytes()
         packed = io.BytesIO()

@@ -7,6 +7,7 @@ Invariants
 - The buffer that ends with 0 ends the run; a sandbox or a trainer may do so when every step is committed.
 - Every wait has a deadline: a process told to stop is terminated after `STOP_S` and killed after `KILL_S` more; no hello in time fails the run.
   A slow start is no failure: once it said hello, a process may load for as long as it says that it lives.
+- The ranks of a cell's further hosts say nothing. They end with the cell's trainer, and are started again whatever they ended of.
 - A process that falls silent is lost after `silent_s`, and killed, hence started again, after `stall_s`. When nothing progresses for `stall_s`, the
   stacks of all are dumped, once.
 
@@ -29,7 +30,7 @@ RESTARTS: Final = 5
 BACKOFF_S: Final = (1.0, 60.0)  # the first pause, doubled each time up to the second
 HEALTHY_S: Final = 300.0  # after so long a life, deaths before it do not count
 UNREACHED: Final = 255  # instead of an exit code: ssh did not get there
-STOP_ORDER: Final = ("sandbox", "train", "rollout", "buffer")
+STOP_ORDER: Final = ("sandbox", "train", "rank", "rollout", "buffer")
 
 
 class Phase(StrEnum):
@@ -44,7 +45,7 @@ class Process(msgspec.Struct, kw_only=True):
     """What the machine knows of one process."""
 
     name: str
-    kind: str  # buffer | sandbox | rollout | train
+    kind: str  # buffer | sandbox | rollout | train | rank
     phase: Phase = Phase.STARTING
     since: float = 0.0
     pressed: int = 0  # how hard it was asked to go: 0 not, 1 told, 2 terminated, 3 killed
@@ -208,7 +209,7 @@ class Machine:
     def _tick(self, now: float, p: Process) -> None:
         waited_s = now - p.since
         match p.phase:
-            case Phase.STARTING if waited_s > self._start_timeout_s:
+            case Phase.STARTING if waited_s > self._start_timeout_s and p.kind != "rank":
                 self._end(EXIT_FAILED, f"gave up after {self._start_timeout_s:.0f} s waiting for the hello of {p.name}", p.name)
             case Phase.GONE if p.kind in ("train", "sandbox") and not self.steps_done and not p.expected and waited_s > EARLY_S:
                 self._end(EXIT_FAILED, f"{p.name} ended before the run's last step", p.name)
@@ -249,7 +250,7 @@ class Machine:
                 self._end(EXIT_OK, "the run is finished")
         elif p.expected or self.ending is not None:
             pass
-        elif 0 <= code < UNREACHED and (not p.worked or again_a_bug):  # it will go on coming
+        elif 0 <= code < UNREACHED and (not p.worked or again_a_bug) and p.kind != "rank":  # it will go on coming
             self._end(code if code in (EXIT_USAGE, EXIT_BUSY) else EXIT_FAILED, f"{p.name} {how}", p.name)
         else:
             self._died(p, how, code, lived_s)
@@ -270,6 +271,8 @@ class Machine:
         p.expected = True
         if p.phase is Phase.WAITING:
             p.phase = Phase.GONE
+        elif p.kind == "rank":
+            pass  # its trainer ends it
         elif p.phase in (Phase.STARTING, Phase.UP):
             p.phase, p.since, p.pressed = Phase.STOPPING, now, 1
             self._effects.append(TellStop(p.name, "taken out of the hosts file"))

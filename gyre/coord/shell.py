@@ -346,7 +346,7 @@ class Coordinator:
             log.warning("%s is started again", name)
         child = self.children[name] = Child()
         child.task = asyncio.create_task(self._see(child, plan, again))
-        self.view.worker(name, plan.kind, "starting", "again" if again else "", {})
+        self.view.worker(name, plan.kind, "follows" if plan.kind == "rank" else "starting", "again" if again else "", {})
 
     def _note(self, kind: str, fields: dict[str, Any]) -> None:
         """An event for the run's log, repeated until the buffer has it."""

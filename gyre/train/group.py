@@ -66,9 +66,14 @@ def host_of(address: str) -> str:
     return address.removeprefix("tcp://").rpartition(":")[0].strip("[]") if address.startswith("tcp://") else "127.0.0.1"
 
 
-def open_store(host: str) -> tuple[Any, str]:
-    """A store that listens on `host` alone, and its address."""
-    sock = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of a tcp address."""
+    return host_of(address), int(address.rpartition(":")[2])
+
+
+def open_store(host: str, port: int = 0) -> tuple[Any, str]:
+    """A store that listens on `host` alone, and its address. Raises OSError."""
+    sock = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = sock.getsockname()[1]
     store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
     return store, f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
@@ -113,7 +118,7 @@ class TorchCollective:
             return self._held[1]
         self.close()
         timeout = timedelta(seconds=deadline_s)
-        host, port = host_of(group.store), int(group.store.rpartition(":")[2])
+        host, port = host_and_port(group.store)
         store = self._store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         store.set_timeout(timeout)
         met = dist.PrefixStore(group.name, store)
@@ -123,7 +128,7 @@ class TorchCollective:
             made = dist.ProcessGroupNCCL(met, group.rank, group.size, options)
         else:
             options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_host(host, port))]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host(host, port))]
             options._timeout = timeout
             made = dist.ProcessGroupGloo(met, group.rank, group.size, options)
         self._held = (group.name, made)
@@ -136,7 +141,7 @@ class TorchCollective:
             held[1].abort()
 
 
-def _own_host(host: str, port: int) -> str:
+def own_host(host: str, port: int) -> str:
     """The address of this machine that the store's host is reached from."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,9 +1,11 @@
 """The processes of a cell's ranks, and how they find each other.
 
-A follower is this very command, started again with its place in the environment; torchrun's ranks come with theirs. What a follower prints, a
-traceback above all, appears on the leader's stderr behind its rank.
+A follower is this very command, started again with its place in the environment. What it prints, a traceback above all, appears on its starter's
+stderr behind its rank. On each further host of a cell the coordinator starts the first follower, which starts the others there; torchrun's ranks come
+with their places.
 
-Invariants: without torchrun all sockets are on loopback; a follower ends when the leader's end of its pipe closes, which the kernel sees to.
+Invariants: all sockets of a cell of one host are on loopback, unless torchrun started it; a follower ends when its starter's end of its pipe closes,
+which the kernel sees to, the first one of a further host when its connections to the other hosts do.
 
 Not here: what the ranks do (ranks.py).
 """
@@ -12,15 +14,19 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import fcntl
 import logging
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,23 +34,49 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from gyre.config import Config
 from gyre.errors import UsageError, WorkFailed
-from gyre.train.group import open_store
+from gyre.train.group import host_and_port, open_store, own_host
 from gyre.train.model import device_of
 
-PLACE: Final = "GYRE_RANK"  # in a follower's environment: rank/ranks@port
+PLACE: Final = "GYRE_RANK"  # in the environment: see `Place`
 EXIT_BEREFT: Final = 76  # a follower that lost another rank: a consequence, never the cause
 _NOTICE_S: Final = 5.0
+_SIOCGIFADDR: Final = 0x8915
+
+
+class Place(NamedTuple):
+    """Which rank this is, of how many, how many of them are on each host, and where all meet."""
+
+    rank: int
+    ranks: int
+    here: int
+    meet: str
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Place | None:
+        """Written as RANK/RANKS/HERE@tcp://HOST:PORT."""
+        numbers, at, meet = environ.get(PLACE, "").partition("@")
+        if not at:
+            return None
+        rank, ranks, here = map(int, numbers.split("/"))
+        return cls(rank, ranks, here, meet)
+
+    def __str__(self) -> str:
+        return f"{self.rank}/{self.ranks}/{self.here}@{self.meet}"
+
+    def others(self) -> list[Follower]:
+        """Start the ranks that this host has after this one."""
+        return [Follower(self._replace(rank=r)) for r in range(self.rank + 1, self.rank + self.here)]
 
 
 class Follower:
-    """A process that the leader started, and the last of what it said."""
+    """A process that this one started, and the last of what it said."""
 
-    def __init__(self, rank: int, ranks: int, port: int) -> None:
-        self.rank = rank
+    def __init__(self, place: Place) -> None:
+        self.rank = rank = place.rank
         self.failed: str | None = None  # why it ended, when it should not have
         self.said: collections.deque[str] = collections.deque(maxlen=1)
         self.expected = False  # to end
-        env = {**os.environ, PLACE: f"{rank}/{ranks}@{port}"}
+        env = {**os.environ, PLACE: str(place)}
         argv = [sys.executable, *sys.orig_argv[1:]]  # this very command
         self.process = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
         self.thread = threading.Thread(target=self._listen, name=f"rank {rank}", daemon=True)
@@ -85,8 +117,6 @@ class Ranks:
         limit = timedelta(seconds=config.train.ranks_timeout_s)
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         if store is not None:
-            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                os.environ.setdefault(name, "lo")
             dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
         else:
             dist.init_process_group(backend, timeout=limit)  # as torchrun's environment says
@@ -132,11 +162,15 @@ def lead(config: Config, followers: Followers) -> Ranks:
     """Be rank 0: start the others, unless torchrun did, and wait for them. Raises `UsageError` or `WorkFailed`."""
     if under_torchrun():
         return _as_torchrun_says(config)
-    ranks = config.train.ranks
-    _set_threads(config, ranks)
-    store, address = open_store("127.0.0.1")
-    port = int(address.rpartition(":")[2])
-    followers += [Follower(r, ranks, port) for r in range(1, ranks)]
+    place = Place.of(os.environ) or Place(0, config.train.ranks, config.train.ranks, "tcp://127.0.0.1:0")
+    try:
+        store, meet = open_store(*host_and_port(place.meet))
+    except OSError as e:
+        raise WorkFailed(f"the ranks of this cell cannot meet at {place.meet} ({e.strerror})") from None
+    place = place._replace(meet=meet)
+    ranks = place.ranks
+    _prepare(config, place)
+    followers += place.others()
     end = time.monotonic() + config.run.start_timeout_s
     while not store.check([f"here/{r}" for r in range(1, ranks)]):
         if followers.lost:
@@ -147,9 +181,30 @@ def lead(config: Config, followers: Followers) -> Ranks:
     return Ranks(config, 0, 0, ranks, store)
 
 
+def _prepare(config: Config, place: Place) -> None:
+    """Threads, and the network interface on which this rank and the others talk."""
+    torch.set_num_threads(config.train.threads or max(1, (os.cpu_count() or 1) // place.here))
+    host, port = host_and_port(place.meet)
+    own = own_host(host, port)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if (found := _interface(own)) is not None:
+            os.environ.setdefault(name, found)
+
+
+def _interface(address: str) -> str | None:
+    """The network interface that has this IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
+
+
 def several(config: Config) -> bool:
     """Is this cell's model shared by several ranks?"""
-    return config.train.ranks > 1 or under_torchrun()
+    return how_many(config) > 1
 
 
 def how_many(config: Config) -> int:
@@ -170,18 +225,22 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def join(config: Config) -> Ranks:
-    """Be a follower. Signals are the leader's to act upon."""
+def join(config: Config, followers: Followers) -> Ranks:
+    """Be a follower, and start those of a further host. Signals are the leader's to act upon."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    if PLACE not in os.environ:
+    place = Place.of(os.environ)
+    if place is None:
         return _as_torchrun_says(config)
-    rank, ranks, port = (int(n) for n in os.environ[PLACE].replace("@", "/").split("/"))
-    threading.Thread(target=_end_with_leader, name="leader", daemon=True).start()
-    _set_threads(config, ranks)
-    store = dist.TCPStore("127.0.0.1", port, ranks, False, timedelta(seconds=config.run.start_timeout_s))  # type: ignore[attr-defined]
+    rank, ranks, here, meet = place
+    if rank % here:
+        threading.Thread(target=_end_with_starter, name="starter", daemon=True).start()
+    _prepare(config, place)
+    host, port = host_and_port(meet)
+    store = dist.TCPStore(host, port, ranks, False, timedelta(seconds=config.run.start_timeout_s))  # type: ignore[attr-defined]
+    followers += place.others() if rank % here == 0 else []
     store.set(f"here/{rank}", "")
-    return Ranks(config, rank, rank, ranks, store)
+    return Ranks(config, rank, rank % here, ranks, store)
 
 
 def _as_torchrun_says(config: Config) -> Ranks:
@@ -191,12 +250,8 @@ def _as_torchrun_says(config: Config) -> Ranks:
     return Ranks(config, rank, local, ranks, None)
 
 
-def _set_threads(config: Config, ranks: int) -> None:
-    torch.set_num_threads(config.train.threads or max(1, (os.cpu_count() or 1) // ranks))
-
-
-def _end_with_leader() -> None:
-    """The leader holds the other end of this pipe; when it is gone there is nobody to work for."""
+def _end_with_starter() -> None:
+    """It holds the other end of this pipe; when it is gone there is nobody to work for."""
     while os.read(0, 1):
         pass
     os._exit(1)

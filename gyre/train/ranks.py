@@ -4,7 +4,7 @@ The leader is the only one that talks to the rest of the run. Each of its learne
 followers, on its own shards (shards.py). One rank needs none of this: it is a plain `Learner`.
 
 Invariants
-- Ranks meet on loopback when this process started the followers; under torchrun, where its agent says. Commands are typed and never unpickled.
+- Ranks meet where processes.py says. Commands are typed and never unpickled.
 - They end together. The leader dead, its end of a pipe closes and followers end at once, whatever they do; under torchrun its agent and the lost
   connections end them. A follower dead: its traceback is shown, `watch` says who it was, and a collective under way fails.
 - Every wait has a deadline: a collective train.ranks_timeout_s; a follower without work the same, and the leader gives a sign of life at a third.
@@ -317,12 +317,14 @@ def _is_loss(e: RuntimeError) -> bool:
 
 def follow(config: Config) -> int:
     """Be a follower until the leader says that all is done: 0. Returns EXIT_BEREFT when another rank, the leader too, is gone."""
-    group = join(config)
+    started, grace_s = Followers(), 0.0
     shards: Shards | None = None
     try:
+        group = join(config, started)
         while True:
             match command := _DECODER.decode(group.receive()):
                 case End():
+                    grace_s = _GRACE_S
                     dist.destroy_process_group()
                     return 0
                 case Build(told, source, total_steps):
@@ -338,3 +340,5 @@ def follow(config: Config) -> int:
             raise
         log.error("another rank of this cell is gone: %s", str(e).partition("\n")[0])
         return EXIT_BEREFT
+    finally:
+        started.end(grace_s)

@@ -34,6 +34,7 @@ def test_grammar() -> None:
     assert lines[1].hosts == [Host("cpu1", "ops", 2222)] and lines[1].slots == 64
     core = lines[4]
     assert (core.gpus, core.env, core.sets, core.where) == ([0, 1, 2, 3, 6], {"NCCL_DEBUG": "INFO"}, ["train.lr=1e-5"], "hosts.txt:5")
+    assert core.ranks == 10 and lines[5].ranks is None
 
 
 REST = "\nsandbox localhost\ntrain-cell localhost\n"
@@ -56,6 +57,9 @@ REST = "\nsandbox localhost\ntrain-cell localhost\n"
         ("buffer localhost slots=0", r"hosts.txt:1: slots: '0' is no positive integer"),
         ("buffer localhost slots=4", r"hosts.txt:1: slots: a buffer has none; leave it out"),
         ("sandbox localhost bind=ipc://x", r"hosts.txt:1: bind: a sandbox has none; leave it out"),
+        ("cell a,b", r"hosts.txt:1: a cell on several hosts; write a line for each host; only a train-cell can span them"),
+        ("train-cell a,b ranks=3", r"hosts.txt:1: ranks: 3 ranks on 2 hosts; give a multiple"),
+        ("rollout-cell a ranks=2", r"hosts.txt:1: ranks: a rollout-cell has none"),
         ("buffer localhost gpus=3-1", r"hosts.txt:1: gpus: '3-1' names no GPUs"),
         ("buffer localhost env.A-B=1", r"hosts.txt:1: env.A-B: 'A-B' names no environment variable"),
         ("buffer localhost gpus=1,1", r"hosts.txt:1: gpus: '1,1' names a GPU twice"),

@@ -88,11 +88,24 @@ def test_other_hosts() -> None:
     assert one["c-train"].argv[0] == "/opt/python" and one["cell0-train"].env == {"CUDA_VISIBLE_DEVICES": "0,1"}
 
 
+def test_a_cell_of_several_hosts() -> None:
+    """The trainer on the first host, the first of their ranks on each other one, told where they meet; only the trainer talks to the run."""
+    text = "buffer localhost\nsandbox localhost\ntrain-cell 192.0.2.[1-2],192.0.2.7 name=core gpus=0-3 set.train.lr=1\nrollout-cell 192.0.2.9\n"
+    lines = hosts.parse(text, "hosts.txt")
+    made = {p.name: p for p in launch.plans(lines, Path("/r"), resume=True, log_level="info", coord="c", here="192.0.2.100", keys=True)}
+    ranks = [made["core"], made["core.1"], made["core.2"]]
+    assert [(p.kind, p.host.host, p.cell) for p in ranks] == [("train", "192.0.2.1", "core"), ("rank", "192.0.2.2", ""), ("rank", "192.0.2.7", "")]
+    meet = ranks[0].env["GYRE_RANK"].partition("@")[2]
+    assert meet.startswith("tcp://192.0.2.1:") and meet != ranks[0].address
+    assert [p.env for p in ranks] == [{"CUDA_VISIBLE_DEVICES": "0,1,2,3", "GYRE_RANK": f"{n}/12/4@{meet}"} for n in (0, 4, 8)]
+    assert all(option(p, "--ranks") == "12" for p in ranks) and "--coord" not in ranks[1].argv
+    assert ranks[2].argv[3:] == ["--run", "/r", "--config", "/r/node/core.2/run.toml", "--ranks", "12", "--set", "train.lr=1"]
+
+
 @pytest.mark.parametrize(
     ("host", "complaint"),
     [("no-such-host.invalid", "hosts.txt:2: bind: no-such-host.invalid does not resolve here; give the address"),
-     ("127.0.0.2", "hosts.txt:2: bind: 127.0.0.2 resolves to 127.0.0.2 here"),
-     ("192.0.2.1,192.0.2.2", "hosts.txt:2: a cell of several hosts cannot be launched")],
+     ("127.0.0.2", "hosts.txt:2: bind: 127.0.0.2 resolves to 127.0.0.2 here")],
 )  # fmt: skip
 def test_hosts_that_cannot_be(host: str, complaint: str) -> None:
     lines = hosts.parse(f"buffer localhost\ncell {host}\nsandbox localhost\n", "hosts.txt")

@@ -192,3 +192,17 @@ def test_by_node(far: Far) -> None:
     assert started["node2"].wait(DEADLINE_S) in (0, 143)
     assert far.run.report()["counts"]["consumed"] == 4 * 8  # type: ignore[index]
     far.run.until(lambda: not far.cluster.processes(), "the end of all processes")
+
+
+def test_a_trainer_on_two_nodes(far: Far) -> None:
+    """Its ranks meet on the nodes' own network, and end together."""
+    far.run.folder.joinpath("hosts.txt").write_text(
+        "buffer localhost\ntrain-cell node1,node2 name=a ranks=2\nrollout-cell node2 name=b\nsandbox node[3-4] slots=4\n"
+    )
+    text = far.run.config.read_text()
+    far.run.config.write_text(text.replace("[train]\n", "[train]\nratio_low = 0.0\nratio_high = 1e9\n"))
+    far.wait(far.start("--steps", "3"))
+    assert [s["step"] for s in far.run.dump("--kind", "steps")] == [1, 2, 3]
+    assert "step 3: " in (far.run.dir / "logs" / "a.log").read_text() and (far.run.dir / "logs" / "a.1.log").exists()
+    assert len(list((far.run.dir / "checkpoints" / "step-3" / "optimizer").iterdir())) == 2
+    far.run.until(lambda: not far.cluster.processes(), f"the end of all processes: {far.cluster.processes()}")

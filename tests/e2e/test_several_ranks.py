@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 from alone import check_against_alone, check_counted_once
-from whole_run import RIGHT, WRONG, Run
+from whole_run import DEADLINE_S, RIGHT, WRONG, Run
 
 
 def followers(run: Run, trainer: int) -> list[int]:
@@ -37,6 +38,28 @@ def test_two_ranks_coordinated(run: Run) -> None:
     assert done.returncode == 0, done.stderr
     assert "step 2: reward 0.5" in done.stderr and followers(run, 0) == []
     assert len(list((run.dir / "checkpoints" / "step-2" / "optimizer").iterdir())) == 2
+
+
+def test_a_cell_of_two_hosts(run: Run) -> None:
+    """Two hosts, both this one, with two ranks each; one of the further host's is killed, and the whole cell is started again."""
+    learn_from_a_script(run)
+    run.script(RIGHT, WRONG, delay_s=0.01)
+    hosts = run.folder / "hosts.txt"
+    hosts.write_text(hosts.read_text().replace("train-cell localhost", "train-cell localhost,localhost ranks=4"))
+    with subprocess.Popen(run.argv("coord", "--cells", str(hosts)), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as coord:
+        try:
+            run.until((run.dir / "checkpoints" / "step-2").is_dir, "the first checkpoint")
+            pids = {f: int((run.dir / "node" / f / "pid").read_text()) for f in ("core", "core.1")}
+            assert len(followers(run, 0)) == 4
+            os.kill(pids["core.1"], signal.SIGKILL)
+            assert coord.stderr is not None
+            text = coord.stderr.read()
+            assert coord.wait(DEADLINE_S) == 0, text
+        finally:
+            coord.kill()
+    assert "core.1 was killed by signal 9" in text and "core is started again" in text
+    assert [s["step"] for s in run.dump("--kind", "steps")] == [1, 2, 3, 4, 5, 6] and followers(run, 0) == []
+    assert len(list((run.dir / "checkpoints" / "step-6" / "optimizer").iterdir())) == 4
 
 
 def test_two_ranks_lost_and_found(run: Run) -> None:
