@@ -40,6 +40,7 @@ def trained(world):
     return wd, sizes, groups
 
 
+@pytest.mark.pain(10)
 def test_memory_is_flat(trained):
     """pain 10"""
     wd, sizes, _ = trained
@@ -50,6 +51,7 @@ def test_memory_is_flat(trained):
         assert max(x[kind] for x in late) <= max(x[kind] for x in early), kind
 
 
+@pytest.mark.pain(10)
 def test_a_restart_reads_what_is_not_settled(trained, tmp_path):
     wd, _, _ = trained
     ledger = Ledger(tmp_path)
@@ -61,6 +63,7 @@ def test_a_restart_reads_what_is_not_settled(trained, tmp_path):
     ledger.close()
 
 
+@pytest.mark.pain(10)
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_core_from_an_older_checkpoint_finds_what_was_forgotten(trained, restart):
     """The last checkpoints may be damaged."""

@@ -134,6 +134,7 @@ def kill(run: Run, kinds: tuple[str, ...]) -> None:
         run.start(kind, *cells, *(["--resume"] if kind in ("train", "buffer", "coord") else []))
 
 
+@pytest.mark.pain(24)
 @pytest.mark.parametrize("kinds", [(k,) for k in KINDS] + [KINDS], ids=lambda kinds: "+".join(kinds))
 def test_killed_at_random_moments_it_ends_as_if_it_had_not_been(torn: Run, whole: dict[str, Any], kinds: tuple[str, ...]) -> None:
     torn.start_all()

@@ -63,6 +63,7 @@ def test_run_exits_1_when_it_could_not_grade(make_task):
     assert done.returncode == 1 and json.loads(done.stdout)["ending"] == "task_setup_failed" and "do not fit" in done.stderr
 
 
+@pytest.mark.pain(40)
 def test_bad_input_is_one_line_and_2(make_task, tmp_path):
     bare = make_task("bare", solve=None)
     (make_task("untested") / "tests" / "test.sh").unlink()
