@@ -37,6 +37,7 @@ from gyre.wire.segments import Place
 
 log = logging.getLogger(__name__)
 
+_PIECE_BYTES: Final = 512
 _INBOX: Final = 4096  # messages held before the socket is left to fill
 _SUBSCRIBERS: Final = 256
 _DRAIN_ROUNDS: Final = 8
@@ -80,6 +81,12 @@ def malformed(m: RolloutEnded, arrays: Arrays) -> str:
     return ""
 
 
+def distinct(values: memoryview) -> set[int]:
+    """The values of an i32 array. Runs are long, so most pieces are equal: only one of each is looked into."""
+    data = values.tobytes()
+    return set(memoryview(b"".join({data[i : i + _PIECE_BYTES] for i in range(0, len(data), _PIECE_BYTES)})).cast("i"))
+
+
 def assemble(ledger: Ledger, items: list[Any], rollouts: dict[str, RolloutRow]) -> dict[str, Any]:
     """The arrays of a micro-step, from the payloads."""
     packed: dict[str, array[Any]] = {"token_ids": array("i"), "loss_mask": array("b"), "logprobs": array("f"), "versions": array("i")}
@@ -93,6 +100,8 @@ def assemble(ledger: Ledger, items: list[Any], rollouts: dict[str, RolloutRow]) 
             parsed[item.rollout_id] = (message, arrays, offsets(message.nodes), at)
         message, arrays, starts, at = parsed[item.rollout_id]
         flat = flatten(message.nodes, message.trajectories[at[item.index]], arrays, starts)
+        if len(items) == 1:
+            return {name: getattr(flat, name) for name in packed}
         for name, values in packed.items():
             values.extend(getattr(flat, name))
     return packed
@@ -208,8 +217,7 @@ class Shell:
                 log.warning("%s: %s of %s: %s", message.rollout_id, type(message).__name__, peer.name, reason)
                 batch.outgoing.append((peer, Reply(peer, Refuse(id="", cause=message.id, reason=reason))))
                 return
-            seen = set(arrays["versions"])
-            seen.discard(-1)
+            seen = distinct(arrays["versions"]) - {-1}
             versions = (min(seen), max(seen)) if seen else None
         elif isinstance(message, LeaseTickets):
             self._sandboxes.setdefault(peer.identity, Lessee(now.mono))
