@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from gyre.buffer.effects import Deliver, Drop, Effect, Log, Now, Put, Received, Reply, Store, Tick
+from gyre.buffer.effects import Deliver, Drop, Effect, Log, Now, Prune, Put, Received, Reply, Store, Tick
 from gyre.buffer.ledger import Ledger
 from gyre.buffer.machine import Machine
 from gyre.buffer.queries import load_task_set
@@ -115,6 +115,7 @@ class Batch:
         self.drops: dict[tuple[Any, ...], Row] = {}
         self.lines: list[tuple[int, str]] = []
         self.outgoing: list[tuple[Any, Reply | Deliver]] = []
+        self.prune: int | None = None
 
 
 class Shell:
@@ -199,6 +200,8 @@ class Shell:
             if deadline is not None and deadline <= now.mono:
                 self._apply(batch, self._machine.handle(now, Tick()), None, now)
             self._ledger.commit(batch.puts, list(batch.drops.values()), batch.lines)
+            if batch.prune is not None:
+                self._ledger.prune(batch.prune)
         except (OSError, sqlite3.Error) as e:
             raise WorkFailed(f"{self._ledger.run_dir}: the ledger cannot be written ({e})") from None
         for to, answer in batch.outgoing:
@@ -240,6 +243,8 @@ class Shell:
                 case Store(row):
                     assert current is not None and isinstance(current[0], RolloutEnded)
                     self._ledger.store(row, current[0], current[1])
+                case Prune(step):
+                    batch.prune = step
                 case Log(kind, fields, cause, proc):
                     seq = self._ledger.next_seq
                     self._ledger.next_seq += 1

@@ -174,7 +174,7 @@ class Server:
         """Handle messages until cancelled. What the handler raises ends the server."""
         while True:
             for key, (identity, *frames) in await self._sock.receive():
-                accepted = self._accept(key, identity, frames)
+                accepted = self._accept(key, bytes(identity), frames)
                 if accepted is not None and inspect.isawaitable(answer := handler(*accepted)):
                     await answer
             await asyncio.sleep(0)

@@ -88,6 +88,8 @@ class MetaRow(Row):
     substitutes_in_a_row: int = 0
     checkpoint_step: int | None = None
     checkpoint_path: str = ""
+    checkpoints: list[int] = []  # steps of those that the core keeps
+    pruned: int = 0  # payloads of what was consumed up to this step may be gone
     voided: list[str] = []
     discards: dict[str, int] = {}  # groups discarded since the last commit, by reason
     uniform_in_a_row: int = 0  # groups dropped for equal rewards since one was ready, or a step closed

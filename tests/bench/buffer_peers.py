@@ -1,5 +1,5 @@
-"""What buffer_rate.py compares with, in the peers' own environment: `python buffer_peers.py BYTES AT_ONCE TOTAL` prints MB/s in and out, as JSON, of a
-Ray queue and of TransferQueue's key-value interface with its default storage. Batches of AT_ONCE rollouts, three arrays each. Neither is durable.
+"""What buffer_rate.py compares with, in the peers' own environment: a Ray queue, and TransferQueue's key-value interface with its default storage.
+Given as JSON the bytes that pass, and of each size a rollout's bytes and how many are a batch, it prints MB/s in and out. Neither peer is durable.
 """
 
 from __future__ import annotations
@@ -33,29 +33,40 @@ def rates(batches: int, nbytes: int, put: Callable[[int], Any], get: Callable[[i
     return [batches * nbytes / 1e6 / t for t in times]
 
 
-def main() -> None:
-    size, at_once, total = map(int, sys.argv[1:])
-    tokens, batches = size // 12, total // size // at_once
-    ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=2 * total)
-    logging.disable(logging.WARNING)
-
+def ray_queue(size: int, at_once: int, total: int) -> list[float]:
     queue = Queue()
-    rollouts = [{k: np.ones(tokens, dtype=d) for k, d in NAMES.items()} for _ in range(at_once)]
-    found = {"Ray queue": rates(batches, size * at_once, lambda _: queue.put_nowait_batch(rollouts), lambda _: queue.get_nowait_batch(at_once))}
-    queue.shutdown()
+    rollouts = [{k: np.ones(size // 12, dtype=d) for k, d in NAMES.items()} for _ in range(at_once)]
+    try:
+        return rates(total // size // at_once, size * at_once, lambda _: queue.put_nowait_batch(rollouts), lambda _: queue.get_nowait_batch(at_once))
+    finally:
+        queue.shutdown()
 
-    transfer_queue.init()
-    fields = TensorDict({k: torch.ones(at_once, tokens, dtype=getattr(torch, d.__name__)) for k, d in NAMES.items()}, batch_size=at_once)
+
+def keys_and_values(size: int, at_once: int, total: int) -> list[float]:
+    fields = TensorDict({k: torch.ones(at_once, size // 12, dtype=getattr(torch, d.__name__)) for k, d in NAMES.items()}, batch_size=at_once)
+    partition, tags = f"p{size}", [{} for _ in range(at_once)]
 
     def keys(batch: int) -> list[str]:
         return [f"{batch}.{i}" for i in range(at_once)]
 
-    found["TransferQueue"] = rates(
-        batches,
-        size * at_once,
-        lambda i: transfer_queue.kv_batch_put(keys=keys(i), partition_id="p", fields=fields, tags=[{} for _ in keys(i)]),
-        lambda i: transfer_queue.kv_batch_get(keys=keys(i), partition_id="p"),
-    )
+    try:
+        return rates(
+            total // size // at_once,
+            size * at_once,
+            lambda i: transfer_queue.kv_batch_put(keys=keys(i), partition_id=partition, fields=fields, tags=tags),
+            lambda i: transfer_queue.kv_batch_get(keys=keys(i), partition_id=partition),
+        )
+    finally:
+        transfer_queue.kv_clear(keys=[k for i in range(-1, total // size // at_once) for k in keys(i)], partition_id=partition)
+
+
+def main() -> None:
+    total, sizes = json.loads(sys.argv[1])
+    ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=4 * total)
+    logging.disable(logging.WARNING)
+    found = {"Ray queue": [ray_queue(*s, total) for s in sizes]}
+    transfer_queue.init()
+    found["TransferQueue"] = [keys_and_values(*s, total) for s in sizes]
     transfer_queue.close()
     print(json.dumps(found))
 

@@ -59,26 +59,29 @@ class Passing:
         trainable = sum(nodes[i].n_tokens for i in sampled)
         self.size = 12 * n
         self._arrays = {"token_ids": i32(range(n)), "logprobs": f32([-1.0]) * n, "versions": versions}
-        self._graph: dict[str, Any] = {"nodes": nodes, "trajectories": [TrajectoryMeta(0, LeafClass.MAIN, list(range(len(nodes))), sampled, n, trainable)]}
+        self._graph: dict[str, Any] = {
+            "nodes": nodes,
+            "trajectories": [TrajectoryMeta(0, LeafClass.MAIN, list(range(len(nodes))), sampled, n, trainable)],
+        }
         self._sandbox = Client.connect(address, w.FromBuffer, kind="sandbox", name="s", incarnation="1", resend_s=DEADLINE_S)
         self._cells = [Client.connect(address, w.FromBuffer, kind="train", name=c, incarnation="1", resend_s=DEADLINE_S) for c in CELLS]
 
-    async def _ask(self, message: w.Message, client: Client | None = None, arrays: Any = None) -> Any:
+    async def ask(self, message: w.Message, client: Client | None = None, arrays: Any = None) -> Any:
         return (await (client or self._cells[0]).request(message, arrays, deadline_s=DEADLINE_S, what="the buffer"))[0]
 
     async def begin(self) -> None:
         """Its core's term, and a policy, so that groups are admitted."""
-        self.term = (await self._ask(w.AcquireTerm(id=mint(), cell="a", step=0))).term
+        self.term = (await self.ask(w.AcquireTerm(id=mint(), cell="a", step=0))).term
         await self._publish()
 
     async def _publish(self) -> None:
-        await self._ask(w.Published(id=mint(), version=Version(self.term, self.step), cells=["a"], seconds=0.0))
+        await self.ask(w.Published(id=mint(), version=Version(self.term, self.step), cells=["a"], seconds=0.0))
 
     async def take(self, rollouts: int) -> float:
         """Seconds until so many rollouts are acknowledged."""
         tickets: list[Any] = []
         while len(tickets) < rollouts:
-            tickets += (await self._ask(w.LeaseTickets(id=mint(), n=rollouts - len(tickets), wait_s=5.0), self._sandbox)).tickets
+            tickets += (await self.ask(w.LeaseTickets(id=mint(), n=rollouts - len(tickets), wait_s=5.0), self._sandbox)).tickets
         started, left = time.perf_counter(), iter(tickets)
 
         async def report() -> None:
@@ -86,7 +89,7 @@ class Passing:
                 ended = w.RolloutEnded(
                     id=mint(), rollout_id=t.rollout_id, epoch=t.epoch, ending=Ending.FINISHED, reward=float(t.index % 2), **self._graph
                 )  # fmt: skip
-                assert isinstance(await self._ask(ended, self._sandbox, self._arrays), w.Ack)
+                assert isinstance(await self.ask(ended, self._sandbox, self._arrays), w.Ack)
 
         await asyncio.gather(*[report() for _ in range(self.at_once)])
         return time.perf_counter() - started
@@ -96,21 +99,19 @@ class Passing:
         step, claimed = self.step + 1, []
 
         async def claim(cell: str, client: Client) -> None:
-            while isinstance(m := await self._ask(w.ClaimMicroStep(id=mint(), term=self.term, step=step, cell=cell, incarnation="1", wait_s=5.0), client),
-                             w.MicroStepClaimed):  # fmt: skip
-                await self._ask(
-                    w.Accumulated(id=mint(), term=self.term, step=step, micro_step_id=m.micro_step_id, cell=cell, incarnation="1"), client
-                )
+            who: dict[str, Any] = {"term": self.term, "step": step, "cell": cell, "incarnation": "1"}
+            while isinstance(m := await self.ask(w.ClaimMicroStep(id=mint(), wait_s=5.0, **who), client), w.MicroStepClaimed):
                 claimed.append(m)
+                await self.ask(w.Accumulated(id=mint(), micro_step_id=m.micro_step_id, **who), client)
 
         started = time.perf_counter()
         await asyncio.gather(*[claim(c, client) for c, client in zip(CELLS, self._cells, strict=True)])
         took = time.perf_counter() - started
         assert sum(len(m.trajectories) for m in claimed)
-        sealed = await self._ask(w.SealStep(id=mint(), term=self.term, step=step, wait_s=5.0))
-        await self._ask(w.CommitStep(id=mint(), term=self.term, step=step, hash=sealed.hash, metrics={}))
+        sealed = await self.ask(w.SealStep(id=mint(), term=self.term, step=step, wait_s=5.0))
+        await self.ask(w.CommitStep(id=mint(), term=self.term, step=step, hash=sealed.hash, metrics={}))
         self.step = step
-        await self._ask(w.CheckpointSaved(id=mint(), term=self.term, step=step, path=f"step-{step}"))
+        await self.ask(w.CheckpointSaved(id=mint(), term=self.term, step=step, path=f"step-{step}"))
         await self._publish()
         return took
 
@@ -132,8 +133,8 @@ async def passing(folder: Path, rollouts: int, steps: int, size: int, at_once: i
     (task / "task.toml").write_text('version = "1.0"\n')
     (task / "tests" / "test.sh").write_text("#!/bin/sh\n")
     sets = (
-        f"tasks.train={task.parent}", f"system.groups_per_step={rollouts // GROUP}", f"system.rollouts_per_group={GROUP}", "system.target_staleness=0",
-        f"train.steps={steps}", f"train.micro_step_tokens={max(16384, size // 12)}", *sets,
+        f"tasks.train={task.parent}", f"system.groups_per_step={rollouts // GROUP}", f"system.rollouts_per_group={GROUP}",
+        "system.target_staleness=0", f"train.steps={steps}", f"train.micro_step_tokens={max(16384, size // 12)}", *sets,
     )  # fmt: skip
     argv = [sys.executable, "-m", "gyre_commands.buffer", "--run", str(folder / "run"), *(x for s in sets for x in ("--set", s))]
     with (folder / "log").open("wb") as log:
@@ -193,39 +194,41 @@ def peers_python() -> Path | str:
     return python
 
 
-def peers(size: int, at_once: int) -> dict[str, Rate] | str:
-    """Of each peer; or why there are none."""
+def peers() -> dict[str, list[Rate]] | str:
+    """Of each peer, by size; or why there are none."""
     if isinstance(python := peers_python(), str):
         return python
-    script = Path(__file__).with_name("buffer_peers.py")
-    done = subprocess.run([python, script, str(size), str(at_once), str(TOTAL)], capture_output=True, text=True, timeout=300)
+    argv = [python, Path(__file__).with_name("buffer_peers.py"), json.dumps([TOTAL, list(SIZES.values())])]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=600)
     if done.returncode:
         return f"peers: skipped ({done.stderr.strip().splitlines()[-1]})"
-    return {name: Rate(*rate) for name, rate in json.loads(done.stdout.splitlines()[-1]).items()}
+    return {name: [Rate(*r) for r in rates] for name, rates in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
 def compare() -> None:
-    """A line for each size: MB/s, and ratios to each yardstick; medians of rounds in which all take turns."""
-    missing = ""
-    for name, (size, at_once) in SIZES.items():
-        rounds: list[dict[str, Rate]] = []
-        for _ in range(ROUNDS):
+    """A line for each size and way: MB/s, and ratios to each yardstick; medians of rounds in which all take turns."""
+    rounds: list[dict[str, list[Rate]]] = []
+    for _ in range(ROUNDS):
+        found: dict[str, list[Rate]] = {"gyre": [], "disk": []}
+        for size, at_once in SIZES.values():
             folder = Path(tempfile.mkdtemp(prefix="gyre-bench-", dir=Path.cwd()))
             try:
-                found = {"gyre": gyre(folder, size, at_once), "disk": disk(folder, size, at_once)}
+                found["gyre"].append(gyre(folder, size, at_once))
+                found["disk"].append(disk(folder, size, at_once))
             finally:
                 shutil.rmtree(folder)
-            more = missing or peers(size, at_once)
-            if isinstance(more, str):
-                if not missing:
-                    print(missing := more)
-                more = {}
-            rounds.append(found | more)
-        rates = {k: Rate(*(statistics.median(r[k][i] for r in rounds) for i in range(2))) for k in rounds[0]}
+        if isinstance(more := peers(), str):
+            print(more)
+        else:
+            found |= more
+        rounds.append(found)
+    for n, name in enumerate(SIZES):
         for i, way in enumerate(Rate._fields):
-            ours = rates["gyre"][i]
-            others = "".join(f"   {k} {r[i]:5.0f}: {ours / r[i]:5.2f}" for k, r in rates.items() if k != "gyre" and (k, i) != ("disk", 1))
-            print(f"buffer: rollouts of {name}, {way:5} {ours:5.0f} MB/s{others}", flush=True)
+            median = {k: statistics.median(r[k][n][i] for r in rounds) for k in rounds[0]}
+            others = "".join(
+                f"   {k} {x:5.0f}: {median['gyre'] / x:4.2f}" for k, x in median.items() if k != "gyre" and (k, way) != ("disk", "given")
+            )
+            print(f"buffer: rollouts of {name}, {way} {median['gyre']:5.0f} MB/s{others}", flush=True)
 
 
 def memory(total: float = 10e9) -> None:
