@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -69,6 +71,33 @@ def test_logprobs_are_those_of_a_plain_forward_pass(tiny_model: Path, micro_step
         for p in (policy, small):
             got = torch.cat([p.token_stats(b).logprobs_N for b in micro_batches(data, tokens, p.device)]).tolist()
             assert got == pytest.approx([v for n in (5, 9, 14) for v in expected[n]], abs=1e-5)
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["rows", "tree"])
+def test_a_long_row_keeps_its_layers_inputs_alone(tiny_model: Path, micro_step: MakeMicroStep, tree: bool) -> None:
+    """The gradient is that of a row whose activations are all kept; what is kept is a small part of them."""
+    ids, mask, advantage, *_ = row(1, 60, 30, 1.0)
+    data = micro_step((ids, mask, advantage, 60, None, 0), (ids[:50] + [7] * 10, mask, advantage, 60, None, 0))
+    data = replace(data, trajectories=[msgspec.structs.replace(t, rollout_id="r") for t in data.trajectories])
+    one = learner(tiny_model)
+    kept, gradients = [], []
+    for kept_bytes in (0, 1):
+        policy = Policy(one.policy.model, tiny_model, 1.0, kept_bytes=kept_bytes, tree=tree)
+        (batch,) = micro_batches(data, 1000, policy.device, tree=tree)
+        assert (batch.tree is not None) == tree and (batch.ids_RT.numel() > policy.fits) == (kept_bytes == 1)
+        storages: dict[int, int] = {}
+
+        def pack(x: torch.Tensor, storages: dict[int, int] = storages) -> torch.Tensor:
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            stats = policy.token_stats(batch)
+        kept.append(sum(storages.values()))
+        loss = (stats.logprobs_N * batch.advantages_N).sum()
+        gradients.append(dict(zip(one.parameters, torch.autograd.grad(loss, list(one.parameters.values())), strict=True)))
+    same(*gradients)
+    assert kept[1] < 0.5 * kept[0], kept
 
 
 def test_batches_are_bounded_and_lose_nothing(micro_step: MakeMicroStep) -> None:
