@@ -43,6 +43,10 @@ class Run(Table, frozen=True, kw_only=True):
     deterministic: Annotated[
         bool, _doc("Train groups in the order of admission, on policy: a run whose processes were killed ends as one left alone.")
     ] = False
+    keep_payloads: Annotated[
+        Literal["all", "needed"],
+        _doc("Tokens on disk: all, for dumps; or only what may still be trained, if the core goes back to its oldest checkpoint."),
+    ] = "all"
     workload: Annotated[str, _doc("For paced parts: the workload file that they play; its [system] counts, below run.toml's.", path=True)] = ""
     compress: Annotated[float, _doc("For paced parts: the workload's time is divided by it.", gt=0)] = 1.0
 

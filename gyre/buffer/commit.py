@@ -15,7 +15,7 @@ from collections.abc import Hashable
 import msgspec
 
 from gyre.buffer import admit
-from gyre.buffer.effects import Now, Received
+from gyre.buffer.effects import Now, Prune, Received
 from gyre.buffer.sandboxes import RUN_ENDED, discard_group
 from gyre.buffer.state import Poll, State
 from gyre.buffer.training import name, refill, refused, waiting_for
@@ -145,7 +145,7 @@ def _finite(metrics: dict[str, float | None]) -> dict[str, float | None]:
 
 
 def on_checkpoint(s: State, now: Now, to: Hashable, m: CheckpointSaved) -> None:
-    """A checkpoint is complete: what was consumed up to it leaves memory."""
+    """A checkpoint is complete: what was consumed up to it leaves memory; up to the oldest that is kept it may leave the disk as well."""
     if refused(s, to, m, m.term):
         return
     if m.step > s.meta.committed:
@@ -153,6 +153,11 @@ def on_checkpoint(s: State, now: Now, to: Hashable, m: CheckpointSaved) -> None:
         return
     if (s.meta.checkpoint_step, s.meta.checkpoint_path) != (m.step, m.path):
         s.meta.checkpoint_step, s.meta.checkpoint_path = m.step, m.path
+        kept = s.config.train.keep_checkpoints
+        s.meta.checkpoints = [*(c for c in s.meta.checkpoints if c < m.step), m.step][-kept:]
+        if s.config.run.keep_payloads == "needed" and len(s.meta.checkpoints) == kept:
+            s.meta.pruned = max(s.meta.pruned, min(s.meta.checkpoints[0], s.meta.settled))
+            s.emit(Prune(s.meta.pruned))
         s.put(s.meta)
         s.log("checkpoint", m.id, step=m.step, term=m.term, path=m.path)
         s.forget()

@@ -73,6 +73,12 @@ class Drop(msgspec.Struct, frozen=True):
     row: Row
 
 
+class Prune(msgspec.Struct, frozen=True):
+    """Once durable, payloads may go of executions that are out of the run or were consumed up to `step`."""
+
+    step: int
+
+
 class Log(msgspec.Struct, frozen=True):
     """A line of the event log. `proc` is the process it comes from, "" for the buffer."""
 
@@ -82,4 +88,4 @@ class Log(msgspec.Struct, frozen=True):
     proc: str = ""
 
 
-Effect = Reply | Deliver | Store | Put | Drop | Log
+Effect = Reply | Deliver | Store | Put | Drop | Prune | Log

@@ -180,6 +180,16 @@ class Ledger:
         self._events.write(lines)
         self._unsynced = self._unsynced or bool(lines)
 
+    def prune(self, step: int) -> None:
+        """Remove the segments in which there is no payload that may be trained again: none of a group that a step after this one has or may take."""
+        groups = f"SELECT group_id FROM groups WHERE step > {step} OR (step IS NULL AND state != 'discarded')"
+        evals = "SELECT eval_id FROM evals WHERE completed_at IS NULL AND NOT void"
+        wanted = {n for (n,) in self._db.execute(f"SELECT DISTINCT segment FROM rollouts WHERE group_id IN ({groups} UNION ALL {evals})")}
+        for segment in self._writer.finished() - wanted:
+            self._db.execute("UPDATE rollouts SET segment = NULL WHERE segment = ?", (segment,))
+            self._reader.close()  # else the file stays for as long as it is open
+            self._writer.remove(segment)
+
     def _trim(self) -> None:
         """Now and then, inside a transaction: what is safe in the event log leaves the outbox."""
         if self._unsynced and time.monotonic() - self._synced_at > _SYNC_EVENTS_S:

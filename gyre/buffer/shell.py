@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from gyre.buffer.effects import Deliver, Drop, Effect, Log, Now, Put, Received, Reply, Store, Tick
+from gyre.buffer.effects import Deliver, Drop, Effect, Log, Now, Prune, Put, Received, Reply, Store, Tick
 from gyre.buffer.ledger import Ledger
 from gyre.buffer.machine import Machine
 from gyre.buffer.queries import load_task_set
@@ -37,6 +37,7 @@ from gyre.wire.segments import Place
 
 log = logging.getLogger(__name__)
 
+_PIECE_BYTES: Final = 512
 _INBOX: Final = 4096  # messages held before the socket is left to fill
 _SUBSCRIBERS: Final = 256
 _DRAIN_ROUNDS: Final = 8
@@ -80,6 +81,12 @@ def malformed(m: RolloutEnded, arrays: Arrays) -> str:
     return ""
 
 
+def distinct(values: memoryview) -> set[int]:
+    """The values of an i32 array. Runs are long, so most pieces are equal: only one of each is looked into."""
+    data = values.tobytes()
+    return set(memoryview(b"".join({data[i : i + _PIECE_BYTES] for i in range(0, len(data), _PIECE_BYTES)})).cast("i"))
+
+
 def assemble(ledger: Ledger, items: list[Any], rollouts: dict[str, RolloutRow]) -> dict[str, Any]:
     """The arrays of a micro-step, from the payloads."""
     packed: dict[str, array[Any]] = {"token_ids": array("i"), "loss_mask": array("b"), "logprobs": array("f"), "versions": array("i")}
@@ -93,6 +100,8 @@ def assemble(ledger: Ledger, items: list[Any], rollouts: dict[str, RolloutRow]) 
             parsed[item.rollout_id] = (message, arrays, offsets(message.nodes), at)
         message, arrays, starts, at = parsed[item.rollout_id]
         flat = flatten(message.nodes, message.trajectories[at[item.index]], arrays, starts)
+        if len(items) == 1:
+            return {name: getattr(flat, name) for name in packed}
         for name, values in packed.items():
             values.extend(getattr(flat, name))
     return packed
@@ -106,6 +115,7 @@ class Batch:
         self.drops: dict[tuple[Any, ...], Row] = {}
         self.lines: list[tuple[int, str]] = []
         self.outgoing: list[tuple[Any, Reply | Deliver]] = []
+        self.prune: int | None = None
 
 
 class Shell:
@@ -190,6 +200,8 @@ class Shell:
             if deadline is not None and deadline <= now.mono:
                 self._apply(batch, self._machine.handle(now, Tick()), None, now)
             self._ledger.commit(batch.puts, list(batch.drops.values()), batch.lines)
+            if batch.prune is not None:
+                self._ledger.prune(batch.prune)
         except (OSError, sqlite3.Error) as e:
             raise WorkFailed(f"{self._ledger.run_dir}: the ledger cannot be written ({e})") from None
         for to, answer in batch.outgoing:
@@ -208,8 +220,7 @@ class Shell:
                 log.warning("%s: %s of %s: %s", message.rollout_id, type(message).__name__, peer.name, reason)
                 batch.outgoing.append((peer, Reply(peer, Refuse(id="", cause=message.id, reason=reason))))
                 return
-            seen = set(arrays["versions"])
-            seen.discard(-1)
+            seen = distinct(arrays["versions"]) - {-1}
             versions = (min(seen), max(seen)) if seen else None
         elif isinstance(message, LeaseTickets):
             self._sandboxes.setdefault(peer.identity, Lessee(now.mono))
@@ -232,6 +243,8 @@ class Shell:
                 case Store(row):
                     assert current is not None and isinstance(current[0], RolloutEnded)
                     self._ledger.store(row, current[0], current[1])
+                case Prune(step):
+                    batch.prune = step
                 case Log(kind, fields, cause, proc):
                     seq = self._ledger.next_seq
                     self._ledger.next_seq += 1

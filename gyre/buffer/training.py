@@ -42,6 +42,10 @@ def on_acquire(s: State, now: Now, to: Hashable, m: w.AcquireTerm) -> None:
     if not 0 <= m.step <= meta.committed:
         s.refuse(to, m, f"the checkpoint at step {m.step} is ahead of this ledger, whose last committed step is {meta.committed}")
         return
+    if m.step < meta.pruned:
+        kept = 'run.keep_payloads is "needed"'
+        s.refuse(to, m, f"the checkpoint at step {m.step} is too old: what was trained up to step {meta.pruned} is not kept ({kept})")
+        return
     if m.fresh and meta.committed:
         s.refuse(to, m, f"the run has {meta.committed} steps already; start the core with --resume")
         return
@@ -60,6 +64,7 @@ def on_acquire(s: State, now: Now, to: Hashable, m: w.AcquireTerm) -> None:
     lost = meta.committed - m.step
     meta.term += 1
     meta.core, meta.committed, meta.voided = m.cell, m.step, []
+    meta.checkpoints = [c for c in meta.checkpoints if c <= m.step]
     if s.config.run.deterministic:
         s.hold(m.step)
     if meta.checkpoint_step is not None and m.step < meta.checkpoint_step:

@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 _QUEUE: Final = 20_000  # messages a socket holds in each direction
 _HELLO_EVERY_S: Final = 0.5
 _BATCH: Final = 256  # messages taken before other tasks get their turn
+_SMALL_BYTES: Final = 1 << 14  # a longer frame is not copied out of ZeroMQ
 _MOST_BYTES: Final = 256 << 20  # of a frame that comes over tcp; the connection of a longer one is closed
 
 _prefix = os.urandom(5).hex()
@@ -90,17 +91,15 @@ class _Socket:
         finally:
             self._wake.set()
 
-    async def receive(self) -> list[tuple[str, list[bytes]]]:
+    async def receive(self) -> list[tuple[str, list[Frame]]]:
         """The messages that have arrived, at least one, at most a batch, each with the public key of its sender (of a guarded socket, else "")."""
         while True:
-            batch: list[tuple[str, list[bytes]]] = []
+            batch: list[tuple[str, list[Frame]]] = []
             try:
                 while len(batch) < _BATCH:
-                    if self.guarded:
-                        frames = self.zmq.recv_multipart(zmq.DONTWAIT, copy=False)
-                        batch.append((str(frames[-1].get("User-Id")), [frame.bytes for frame in frames]))
-                    else:
-                        batch.append(("", self.zmq.recv_multipart(zmq.DONTWAIT)))
+                    frames = self.zmq.recv_multipart(zmq.DONTWAIT, copy=False)
+                    key = str(frames[-1].get("User-Id")) if self.guarded else ""
+                    batch.append((key, [f.bytes if len(f) < _SMALL_BYTES else f.buffer for f in frames]))
                 self._wake.set()  # there may be more
             except zmq.Again:
                 pass
@@ -175,12 +174,12 @@ class Server:
         """Handle messages until cancelled. What the handler raises ends the server."""
         while True:
             for key, (identity, *frames) in await self._sock.receive():
-                accepted = self._accept(key, identity, frames)
+                accepted = self._accept(key, bytes(identity), frames)
                 if accepted is not None and inspect.isawaitable(answer := handler(*accepted)):
                     await answer
             await asyncio.sleep(0)
 
-    def _accept(self, key: str, identity: bytes, frames: list[bytes]) -> tuple[Peer, Message, Arrays] | None:
+    def _accept(self, key: str, identity: bytes, frames: list[Frame]) -> tuple[Peer, Message, Arrays] | None:
         """What the handler is given, if anything."""
         try:
             message, arrays = self._decoder.decode(frames)
@@ -365,7 +364,7 @@ class Client:
                 self._send(encode(self._hello))
             await asyncio.sleep(_HELLO_EVERY_S)
 
-    def _dispatch(self, frames: list[bytes]) -> None:
+    def _dispatch(self, frames: list[Frame]) -> None:
         try:
             message, arrays = self._decoder.decode(frames)
         except WireError as e:

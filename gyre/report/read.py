@@ -72,6 +72,7 @@ class RunReader:
 
     def __init__(self, run_dir: Path, *, redact_system: bool = False) -> None:
         self.run_dir, self._redact = run_dir, redact_system
+        self._told = False  # that there are executions whose tokens were not kept
         path = run_dir / "ledger.db"
         if not path.is_file():
             raise UsageError(str(run_dir), "holds no ledger.db", "give the directory of a run")
@@ -119,8 +120,11 @@ class RunReader:
         return self._eval.select(self._db, "WHERE void = 0 ORDER BY step")
 
     def graph(self, row: RolloutRow) -> tuple[RolloutEnded, Arrays] | None:
-        """An execution's prefix graph with its arrays; None if it sent none. Raises `WorkFailed` when the payload is damaged."""
+        """An execution's prefix graph with its arrays; None if it sent none, or it was not kept. Raises `WorkFailed` when the payload is damaged."""
         if row.segment is None:
+            if row.length and not self._told:
+                self._told = True
+                logging.getLogger(__name__).warning('executions without tokens are left out: run.keep_payloads is "needed", theirs were removed')
             return None
         message, arrays = payload.parse(self._payloads.read(Place(row.segment, row.offset, row.length)))
         return message, conversation.without_system(self.conversations, message.nodes, arrays) if self._redact else arrays

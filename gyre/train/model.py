@@ -3,6 +3,8 @@
 Invariants
 - Log-probs are those of the distribution tokens are drawn from at the run's temperature, computed in fp32.
 - Logits exist for the positions that predict a trainable token only, a bounded number of rows at a time; the backward pass computes them again.
+- Activations are bounded: `fits` tokens go through the model together. Of a longer row each layer keeps its input alone, and the backward pass
+  computes the rest of it again.
 - Rows are padded on the right, so a causal model needs no attention mask; a row ends before its last trainable token. Or trajectories are packed as
   trees (tree.py), each shared token once, where that saves something.
 - The model stays in evaluation mode: dropout would make the ratio to the rollout's log-probs a lottery.
@@ -15,8 +17,9 @@ micro-step one behind the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -31,6 +34,8 @@ from gyre.train.tree import Tree
 from gyre.types import PackedTrajectory
 
 _LOGITS_AT_ONCE: Final = 1 << 24  # elements of a chunk's logits: 64 MiB in fp32
+_KEPT_BYTES: Final = 1 << 31  # of activations, on a CPU; on a GPU a quarter of its memory
+_KEPT_PER: Final = {torch.float32: 92, torch.bfloat16: 53}  # bytes of activations per token, layer and element of a hidden state, about
 _WORTH: Final = 0.9  # a tree with more than this part of its rows' tokens is trained as rows
 
 
@@ -182,15 +187,21 @@ class Policy:
     """A causal model, and the directory of its tokenizer. `model` is the Hugging Face model, in evaluation mode; `tree`: it takes packed trees."""
 
     def __init__(
-        self, model: Any, source: Path, temperature: float, logits_at_once: int = _LOGITS_AT_ONCE, *, check: bool = True, tree: bool = False
-    ) -> None:
+        self, model: Any, source: Path, temperature: float, logits_at_once: int = _LOGITS_AT_ONCE, kept_bytes: int = 0, *, check: bool = True,
+        tree: bool = False,
+    ) -> None:  # fmt: skip
         self.model = model.eval()
         self.source = source
         self.device: torch.device = next(model.parameters()).device
         self._temperature = temperature or 1.0  # greedy rollouts are scored by the distribution itself
         self._body = model.base_model
         self._head = model.get_output_embeddings()
-        self._rows_at_once = max(1, logits_at_once // int(model.config.get_text_config().vocab_size))
+        config = model.config.get_text_config()
+        self._rows_at_once = max(1, logits_at_once // int(config.vocab_size))
+        per_token = _KEPT_PER.get(model.dtype, 92) * int(config.hidden_size) * int(config.num_hidden_layers)
+        self.fits = max(1, (kept_bytes or _kept_bytes(self.device)) // per_token)
+        self._again = False  # compute activations again in the backward pass
+        self._watch_layers()
         if check:
             self._check_head()
         self.tree = tree and (trees.adopt(model, self._body, self.device) if check else True)
@@ -235,8 +246,22 @@ class Policy:
                 "run.toml", f"{name} changes its logits after the output embeddings", "give a model that does not cap or scale them", "model.path"
             )
 
+    def _watch_layers(self) -> None:
+        """Have each layer compute again what it did not keep, when `_again` says so. Transformers would do it in training mode alone."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        def forward(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self._again:
+                return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            return layer(*args, **kwargs)
+
+        for module in self.model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.forward = partial(forward, module.forward)
+
     def token_stats(self, batch: MicroBatch) -> TokenStats:
         """Log-prob and entropy of each trainable token of a micro-batch."""
+        self._again = torch.is_grad_enabled() and batch.ids_RT.numel() > self.fits
         tree = {} if batch.tree is None else {"position_ids": batch.tree.depth_T[None], trees.NAME: batch.tree}
         hidden_RTD = self._body(input_ids=batch.ids_RT, use_cache=False, **tree).last_hidden_state
         hidden_ND = hidden_RTD.flatten(0, 1)[batch.at_N]
@@ -257,6 +282,10 @@ class Policy:
         with torch.no_grad():
             entropy_C = -(all_logprobs_CV.exp() * all_logprobs_CV).nan_to_num(0.0).sum(-1)
         return all_logprobs_CV.gather(-1, targets_C[:, None])[:, 0], entropy_C
+
+
+def _kept_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory // 4 if device.type == "cuda" else _KEPT_BYTES
 
 
 def takes_trees(config: Config) -> bool:

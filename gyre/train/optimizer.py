@@ -119,7 +119,7 @@ class Learner:
 
     def accumulate(self, data: MicroStepData, version: int) -> None:
         """Add a micro-step's gradient of the objective's numerator. `version` is that of the weights."""
-        for batch in micro_batches(data, self._train.micro_step_tokens, self.policy.device, tree=self.policy.tree):
+        for batch in micro_batches(data, min(self._train.micro_step_tokens, self.policy.fits), self.policy.device, tree=self.policy.tree):
             self._accumulate(batch, version)
 
     def _accumulate(self, batch: MicroBatch, version: int, *, counted: bool = True) -> None:

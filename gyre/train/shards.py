@@ -106,7 +106,7 @@ class Shards(Learner):
     def accumulate(self, data: MicroStepData, version: int) -> None:
         """Add a micro-step's gradient; `data` is the whole of it, on every rank."""
         share = divide(data, self.size)[self.rank]
-        batches = list(micro_batches(share, self._train.micro_step_tokens, self.policy.device, tree=self.policy.tree))
+        batches = list(micro_batches(share, min(self._train.micro_step_tokens, self.policy.fits), self.policy.device, tree=self.policy.tree))
         learning, looking = [b for b in batches if b.learns], [b for b in batches if not b.learns]
         passes = torch.tensor([len(learning), len(looking)])
         dist.all_reduce(passes, dist.ReduceOp.MAX, self._control)

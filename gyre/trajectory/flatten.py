@@ -57,7 +57,8 @@ def flatten(nodes: Sequence[GraphNode], trajectory: TrajectoryMeta, arrays: Mapp
     ids, logprobs, versions = (memoryview(arrays[name]).cast("B") for name in ("token_ids", "logprobs", "versions"))
     flat = Flat(array("i"), array("b"), array("f"), array("i"), [])
     trainable = set(trajectory.trainable)
-    parent = -1
+    runs: list[list[int]] = []  # of bytes: what follows one another in the graph is copied at once
+    parent, length, masked = -1, 0, []
     for index in trajectory.nodes:
         node = nodes[index]
         if node.parent != parent:
@@ -65,14 +66,21 @@ def flatten(nodes: Sequence[GraphNode], trajectory: TrajectoryMeta, arrays: Mapp
         parent = index
         at, end = 4 * starts[index], 4 * starts[index + 1]
         if node.call_id is not None:
-            at_token = len(flat.token_ids)
+            at_token = length
             if flat.calls and (flat.calls[-1].call_id, flat.calls[-1].end) == (node.call_id, at_token):
                 at_token = flat.calls.pop().start  # a completion that was split at a branch is one span
-            flat.calls.append(CallSpan(node.call_id, at_token, len(flat.token_ids) + node.n_tokens))
-        flat.token_ids.frombytes(ids[at:end])
-        flat.logprobs.frombytes(logprobs[at:end])
-        flat.versions.frombytes(versions[at:end])
-        flat.loss_mask.frombytes((b"\1" if index in trainable else b"\0") * node.n_tokens)
-    if len(flat.token_ids) != trajectory.n_tokens or sum(flat.loss_mask) != trajectory.n_trainable:
+            flat.calls.append(CallSpan(node.call_id, at_token, length + node.n_tokens))
+        if runs and runs[-1][1] == at:
+            runs[-1][1] = end
+        else:
+            runs.append([at, end])
+        length += node.n_tokens
+        masked.append((b"\1" if index in trainable else b"\0") * node.n_tokens)
+    for whole, source in ((flat.token_ids, ids), (flat.logprobs, logprobs), (flat.versions, versions)):
+        for at, end in runs:
+            whole.frombytes(source[at:end])
+    mask = b"".join(masked)
+    flat.loss_mask.frombytes(mask)
+    if len(flat.token_ids) != trajectory.n_tokens or mask.count(1) != trajectory.n_trainable:
         raise ValueError(f"trajectory {trajectory.index}: its nodes do not add up to n_tokens and n_trainable")
     return flat

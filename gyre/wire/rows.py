@@ -88,6 +88,8 @@ class MetaRow(Row):
     substitutes_in_a_row: int = 0
     checkpoint_step: int | None = None
     checkpoint_path: str = ""
+    checkpoints: list[int] = []  # steps of those that the core keeps
+    pruned: int = 0  # payloads of what was consumed up to this step may be gone
     voided: list[str] = []
     discards: dict[str, int] = {}  # groups discarded since the last commit, by reason
     uniform_in_a_row: int = 0  # groups dropped for equal rewards since one was ready, or a step closed
@@ -300,8 +302,8 @@ class Codec(typing.Generic[R]):
         self.row = row
         self.columns: tuple[str, ...] = row.__struct_fields__
         kinds = [_scalar(hints[c]) for c in self.columns]
-        self._json = [kind is None for kind in kinds]
-        self._is_json = dict(zip(self.columns, self._json, strict=True))
+        self._json = [i for i, kind in enumerate(kinds) if kind is None]
+        self._is_json = {c: kind is None for c, kind in zip(self.columns, kinds, strict=True)}
         sql: dict[type | None, str] = {bool: "INTEGER", int: "INTEGER", float: "REAL", str: "TEXT", None: "TEXT"}
         self.definitions = {c: f'"{c}" {sql[k]}' for c, k in zip(self.columns, kinds, strict=True)}
         body = ", ".join(self.definitions.values())
@@ -313,10 +315,10 @@ class Codec(typing.Generic[R]):
 
     def values(self, row: R) -> list[Any]:
         """SQL values in the order of the columns."""
-        encode = self._encode
-        return [
-            encode(value).decode() if is_json else value for value, is_json in zip((getattr(row, c) for c in self.columns), self._json, strict=True)
-        ]
+        values = list(msgspec.structs.astuple(row))
+        for i in self._json:
+            values[i] = self._encode(values[i]).decode()
+        return values
 
     def decode(self, columns: list[str], values: tuple[Any, ...]) -> R:
         """A row from SQL values; `columns` names them. Unknown columns are ignored, missing ones and NULL take their default."""

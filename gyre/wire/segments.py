@@ -4,7 +4,7 @@
     body   := u32 number of frames, u64 length of each, the frames
 
 Invariants
-- A record is never changed. A writer starts a new segment, so a torn tail of a killed predecessor is never appended to.
+- A record is never changed; segments are deleted whole. A writer starts a new segment, so a torn tail of a killed predecessor is never appended to.
 - `sync` returns when all that was appended is on disk; only then may anyone be told of it.
 - A reader checks the checksum: bytes that rotted are `WorkFailed`, naming the file, never data.
 """
@@ -24,7 +24,7 @@ from gyre.errors import WorkFailed
 
 _MAGIC: Final = b"GYR1"
 _HEADER: Final = struct.Struct("<4sIQ")
-_SEGMENT_BYTES: Final = 256 * 1024 * 1024
+_SEGMENT_BYTES: Final = 64 * 1024 * 1024
 _OPEN_FILES: Final = 16
 _IOV_MAX: Final = 512
 
@@ -93,6 +93,14 @@ class SegmentWriter:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+    def finished(self) -> set[int]:
+        """Segments that are not written to any more."""
+        return {n for n in _segments(self._directory) if n != self._segment}
+
+    def remove(self, segment: int) -> None:
+        """Delete a finished segment; nobody may be told of its records any more."""
+        _path(self._directory, segment).unlink(missing_ok=True)
 
     def sync(self) -> None:
         """All appended records are on disk when this returns."""

@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import shutil
-import sqlite3
 import statistics
 import subprocess
 import sys
@@ -95,86 +94,6 @@ def wire() -> Figure:
     ours, theirs = alternate(lambda: asyncio.run(requests()), bare)
     shutil.rmtree(folder)
     return "wire: requests with 200 tokens", "/s", ours, "bare ZeroMQ frames", theirs
-
-
-# --- buffer: durable rollouts against SQLite alone ------------------------------------------------------------------------------------------
-
-
-def buffer() -> Figure:
-    """Rollouts that end, acknowledged by a real gyre-buffer, against a transaction with the same bytes per 32 of them."""
-    from gyre.net.sockets import Client, mint
-    from gyre.types import Ending, GraphNode, TrajectoryMeta, Version
-    from gyre.types import LeafClass as Leaf
-    from gyre.wire import messages as w
-    from gyre.wire.arrays import f32, i32
-
-    n = 640
-
-    async def rollouts(folder: Path) -> float:
-        task = folder / "tasks" / "t"
-        (task / "tests").mkdir(parents=True)
-        (task / "instruction.md").write_text("x")
-        (task / "task.toml").write_text('version = "1.0"\n')
-        (task / "tests" / "test.sh").write_text("#!/bin/sh\n")
-        sets = [
-            f"tasks.train={task.parent}",
-            "system.groups_per_step=40",
-            "system.rollouts_per_group=16",
-            "system.target_staleness=0",
-            "train.steps=9",
-        ]
-        argv = [sys.executable, "-m", "gyre_commands.buffer", "--run", str(folder / "run"), *(x for s in sets for x in ("--set", s))]
-        process = subprocess.Popen(argv, stderr=subprocess.DEVNULL)  # noqa: ASYNC220 (nothing else runs yet)
-        client = Client.connect(f"ipc://{folder}/run/sock/buffer", w.FromBuffer, kind="train", name="c", incarnation="1")
-
-        async def ask(message: Any, arrays: Any = None) -> Any:
-            return (await client.request(message, arrays, deadline_s=60, what="the buffer"))[0]
-
-        try:
-            term = await ask(w.AcquireTerm(id=mint(), cell="c", step=0))
-            await ask(w.Published(id=mint(), version=Version(term.term, 0), cells=["c"], seconds=0.0))
-            tickets = (await ask(w.LeaseTickets(id=mint(), n=n, wait_s=5.0))).tickets
-            assert len(tickets) == n
-            arrays = {"token_ids": i32(range(200)), "logprobs": f32([-1.0] * 200), "versions": i32([0] * 200)}
-            graph = {"nodes": [GraphNode(-1, 100), GraphNode(0, 100, "c")], "trajectories": [TrajectoryMeta(0, Leaf.MAIN, [0, 1], [1], 200, 100)]}
-            ended = [
-                w.RolloutEnded(id=mint(), rollout_id=t.rollout_id, epoch=t.epoch, ending=Ending.FINISHED, reward=1.0, **graph)  # type: ignore[arg-type]
-                for t in tickets
-            ]
-            started = time.perf_counter()
-            for i in range(0, n, 32):
-                await asyncio.gather(*[ask(m, arrays) for m in ended[i : i + 32]])
-            return n / (time.perf_counter() - started)
-        finally:
-            client.close()
-            process.terminate()
-            process.wait(30)
-
-    def ours() -> float:
-        folder = Path(tempfile.mkdtemp(prefix="gyre-bench-", dir=Path.cwd()))
-        try:
-            return asyncio.run(rollouts(folder))
-        finally:
-            shutil.rmtree(folder)
-
-    def theirs() -> float:
-        folder = Path(tempfile.mkdtemp(prefix="gyre-bench-", dir=Path.cwd()))
-        db = sqlite3.connect(folder / "x.db", isolation_level=None)
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=FULL")
-        db.execute("CREATE TABLE t (id TEXT PRIMARY KEY, reward REAL, payload BLOB)")
-        blob = os.urandom(2600)
-        started = time.perf_counter()
-        for i in range(0, n, 32):
-            db.execute("BEGIN")
-            db.executemany("INSERT INTO t VALUES (?, ?, ?)", [(str(k), 1.0, blob) for k in range(i, i + 32)])
-            db.execute("COMMIT")
-        rate = n / (time.perf_counter() - started)
-        db.close()
-        shutil.rmtree(folder)
-        return rate
-
-    return "buffer: rollouts of 200 tokens made durable, 32 at a time", "/s", *_named(alternate(ours, theirs), "SQLite inserts alone")
 
 
 def _named(rates: tuple[float, float], yardstick: str) -> tuple[float, str, float]:
@@ -392,6 +311,11 @@ def prefix_tree() -> Figure:
     return f"training: prefix trees at J_max = 5, cost {rates[1] / rates[0]:.2f} of rows", "tok/s", *_named(rates, "the same rows apart")
 
 
+def buffer() -> None:
+    """`buffer_rate.py`: rollouts in and out of a buffer, against a plain write and fsync, a Ray queue and TransferQueue."""
+    subprocess.run([sys.executable, Path(__file__).with_name("buffer_rate.py")], check=True, timeout=1800)
+
+
 def vllm() -> None:
     """`vllm_throughput.py`, in the environment that has vLLM: through gateways, ZeroMQ and the engine against a bare AsyncLLM; a publication."""
     python = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
@@ -402,18 +326,18 @@ def vllm() -> None:
 
 
 BENCHMARKS = {
-    "wire": wire, "gateway": gateway, "gateway_throughput": gateway_throughput, "buffer": buffer, "engine": engine, "sandbox": sandbox,
+    "wire": wire, "gateway": gateway, "gateway_throughput": gateway_throughput, "engine": engine, "sandbox": sandbox,
     "sandbox_docker": sandbox_docker,
     "simulator": simulator, "simulator_large": simulator_large, "prefix_tree": prefix_tree,
 }  # fmt: skip
 
 
 def main() -> int:
-    names = sys.argv[1:] or [*BENCHMARKS, "vllm"]
+    names = sys.argv[1:] or [*BENCHMARKS, "buffer", "vllm"]
     print(f"{'':58} {'gyre':>12}   {'yardstick':>12}   ratio")
     for name in names:
-        if name == "vllm":
-            vllm()
+        if name in ("buffer", "vllm"):
+            buffer() if name == "buffer" else vllm()
             continue
         if name == "sandbox" and not shutil.which("bwrap"):
             print("sandbox: skipped, bwrap is not installed")

@@ -57,6 +57,7 @@ def test_a_poll_ends_empty_after_its_wait(world):
     assert wd.tick(1.0) == [("peer", w.Tickets(id="", cause="L", tickets=[]))]
 
 
+@pytest.mark.pain(3)
 def test_a_lost_lease_is_issued_again_under_a_new_epoch_and_the_old_one_is_refused(world):
     wd = start(world, sandbox__lease_ttl_s=30.0)
     (old,) = wd.lease()
@@ -75,6 +76,7 @@ def test_a_lost_lease_is_issued_again_under_a_new_epoch_and_the_old_one_is_refus
     assert isinstance(wd.end(new), w.Ack)
 
 
+@pytest.mark.pain(8)
 def test_losses_beyond_the_budget_discard_the_execution_and_keep_its_siblings(world):
     wd = start(world, sandbox__reissues=2, system__groups_per_step=1, system__rollouts_per_group=4)
     others = wd.lease(4)[1:]
@@ -89,6 +91,7 @@ def test_losses_beyond_the_budget_discard_the_execution_and_keep_its_siblings(wo
     assert wd.machine.counters().states == {**dict.fromkeys(wd.machine.counters().states, 0), "ready": 3, "discarded": 1}
 
 
+@pytest.mark.pain(3)
 def test_three_rollouts_lost_silently_out_of_128_do_not_stop_the_step(world):
     wd = start(world, n_tasks=16, system__groups_per_step=16, system__rollouts_per_group=8)
     leased = wd.lease(128)
@@ -123,6 +126,7 @@ def test_grading_is_a_state_of_its_own(world):
 # --- endings and groups ---
 
 
+@pytest.mark.pain(19, 20)
 @pytest.mark.parametrize("ending", list(Ending))
 def test_every_ending_has_the_consequence_of_its_row(world, ending):
     wd = start(world, system__groups_per_step=1, sandbox__reissues=0)
@@ -143,6 +147,7 @@ def test_every_ending_has_the_consequence_of_its_row(world, ending):
         assert bool(row.items) is (rule.training is Training.ACCEPT)
 
 
+@pytest.mark.pain(19)
 @pytest.mark.parametrize("ending", GRADED)
 @pytest.mark.parametrize("reward", [None, float("nan"), float("inf")])
 def test_a_grade_without_a_number_is_a_verifier_failure_never_zero(world, ending, reward):
@@ -153,6 +158,7 @@ def test_a_grade_without_a_number_is_a_verifier_failure_never_zero(world, ending
     assert (row.state, row.ending, row.reward, row.epoch) == (RolloutState.DISCARDED, Ending.VERIFIER_FAILED, None, 0)
 
 
+@pytest.mark.pain(15)
 def test_an_execution_weighs_once_however_many_trajectories_it_has(world):
     wd = start(world, system__groups_per_step=1)
     a, b = wd.lease(2)
@@ -163,6 +169,7 @@ def test_an_execution_weighs_once_however_many_trajectories_it_has(world):
     assert [t.execution_trainable for t in got.trajectories] == [9, 9, 9, 4]
 
 
+@pytest.mark.pain(15, 20)
 def test_groups_of_uneven_size_have_their_own_baseline(world):
     wd = start(world, system__groups_per_step=3, system__rollouts_per_group=4)
     rewards = {"g000000": [1, 0, 1, 0], "g000001": [5, 5, 5, None], "g000002": [0, 0, 0, 4]}
@@ -179,6 +186,7 @@ def test_groups_of_uneven_size_have_their_own_baseline(world):
     assert (stats.executions, stats.uniform_groups, stats.reward_mean) == (11, 1, 21 / 11)
 
 
+@pytest.mark.pain(16)
 def test_two_epochs_of_a_task_are_two_groups(world):
     wd = start(world, n_tasks=1, system__groups_per_step=2, train__steps=1)
     leased = wd.lease(8)
@@ -190,6 +198,7 @@ def test_two_epochs_of_a_task_are_two_groups(world):
     assert [r.advantage for r in wd.machine.state.rollouts.values()] == [0.0] * 4
 
 
+@pytest.mark.pain(8)
 def test_a_group_with_too_few_graded_is_discarded(world):
     wd = start(world, system__min_group=2, sandbox__reissues=0)
     a, b, *_ = wd.lease(4)
@@ -281,6 +290,7 @@ def test_only_the_last_step_of_the_burst_shrinks(world):
     assert not answer.drained and answer.waiting_for == "step 4 has 0 of 2 groups; a publication of version 3 is due"
 
 
+@pytest.mark.pain(23)
 def test_a_step_that_lost_all_its_groups_is_closed_empty_and_the_run_goes_on(world):
     wd = start(world, system__rollouts_per_group=1)
     for t in wd.lease(2):
@@ -305,6 +315,7 @@ def test_with_replace_a_substitute_is_admitted_at_the_published_version(world):
     assert wd.train(1).stats.groups == 2
 
 
+@pytest.mark.pain(9)
 def test_endless_substitution_ends_the_run(world):
     wd = start(world, system__on_discard="replace", system__rollouts_per_group=1, run__max_infra_failures=5)
     while leased := wd.lease(1):
@@ -312,6 +323,7 @@ def test_endless_substitution_ends_the_run(world):
     assert wd.machine.failure == "6 groups in a row were discarded, the last for overall_timeout"
 
 
+@pytest.mark.pain(17)
 def test_trajectories_of_an_execution_are_packed_as_their_tree(world):
     """Nodes of 50, 20, 30 and 40 tokens: paths 0-1, 0-2 and 0-2-3 are 270 tokens as rows and 140 as a tree, which fit into 150 together."""
     wd = start(world, system__rollouts_per_group=1, train__micro_step_tokens=150)
@@ -342,6 +354,7 @@ def test_groups_of_equal_rewards_are_dropped_like_a_discard(world):
     assert (dropped.reason, dropped.uniform, dropped.reward_mean) == ("uniform_rewards", True, 1.0)
 
 
+@pytest.mark.pain(23)
 @pytest.mark.parametrize("dispatch", ["boundary", "continuous"])
 @pytest.mark.parametrize("on_discard", ["shrink", "replace"])
 @pytest.mark.parametrize("epochs", [0, 2])
@@ -367,6 +380,7 @@ def test_equal_rewards_for_ever_stall_no_burst_and_end_no_run(world, dispatch, o
     assert wd.events("group_discarded")[0]["reason"] == "uniform_rewards"
 
 
+@pytest.mark.pain(30)
 @pytest.mark.parametrize("mu", [1, 2, 3])
 @pytest.mark.parametrize("b", [1, 3, 5])
 @pytest.mark.parametrize("dispatch", ["boundary", "continuous"])
@@ -389,6 +403,7 @@ def test_sizes_that_do_not_divide(world, mu, b, dispatch):
     assert wd.machine.counters().admitted == 7 * b * 2
 
 
+@pytest.mark.pain(23)
 def test_a_step_without_a_trainable_token_commits_and_names_why(world):
     wd = start(world)
     for t, ending in zip(wd.lease(4), [Ending.NO_TRAINABLE_TOKEN, Ending.TASK_SETUP_FAILED, Ending.FINISHED, Ending.FINISHED], strict=True):
@@ -495,6 +510,7 @@ def test_the_manifest_is_the_same_for_the_same_history(world):
     assert hashes[0] == hashes[1]
 
 
+@pytest.mark.pain(24, 25)
 def test_a_core_that_starts_from_an_older_checkpoint_replays_the_same_groups(world):
     wd = start(world, train__steps=6)
     seen = {}
@@ -631,6 +647,7 @@ def test_evaluation_is_off_by_default_and_lost_ones_are_counted_as_not_graded(wo
 # --- who waits ---
 
 
+@pytest.mark.pain(4)
 def test_a_stall_is_logged_with_who_waits_for_whom(world):
     wd = start(world, run__stall_s=100.0, sandbox__lease_ttl_s=1000.0)
     wd.lease(3, holder="sb/7")
@@ -659,6 +676,7 @@ def test_a_note_is_an_event_once(world):
 # --- at random ---
 
 
+@pytest.mark.pain(32)
 @pytest.mark.parametrize("seed", range(60))
 def test_random_histories_finish_add_up_and_consume_nothing_twice(run_simulation, seed):
     """`World.check` recounts after every input; the simulation asserts that it ends."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from gyre.buffer.effects import Prune, Received
 from gyre.buffer.ledger import Ledger
 from gyre.buffer.machine import Machine
 from gyre.types import RolloutState
@@ -40,6 +41,7 @@ def trained(world):
     return wd, sizes, groups
 
 
+@pytest.mark.pain(10)
 def test_memory_is_flat(trained):
     """pain 10"""
     wd, sizes, _ = trained
@@ -50,6 +52,7 @@ def test_memory_is_flat(trained):
         assert max(x[kind] for x in late) <= max(x[kind] for x in early), kind
 
 
+@pytest.mark.pain(10)
 def test_a_restart_reads_what_is_not_settled(trained, tmp_path):
     wd, _, _ = trained
     ledger = Ledger(tmp_path)
@@ -61,6 +64,7 @@ def test_a_restart_reads_what_is_not_settled(trained, tmp_path):
     ledger.close()
 
 
+@pytest.mark.pain(10)
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_core_from_an_older_checkpoint_finds_what_was_forgotten(trained, restart):
     """The last checkpoints may be damaged."""
@@ -79,3 +83,23 @@ def test_a_core_from_an_older_checkpoint_finds_what_was_forgotten(trained, resta
         assert wd.machine.state.steps[step].groups == groups[step]
         wd.publish(step)
     assert sum(wd.machine.state.counts[s] for s in RolloutState) == before.admitted
+
+
+def test_payloads_are_needed_until_the_oldest_checkpoint_has_them(world):
+    wd = world(system__groups_per_step=2, train__steps=9, train__keep_checkpoints=2, run__keep_payloads="needed")
+    wd.core()
+    wd.publish(0)
+    pruned = []
+    for step in range(1, 5):
+        for t in wd.lease(64):
+            wd.end(t, 1.0)
+        wd.train(step)
+        saved = Received("peer", w.CheckpointSaved(id=wd.id(), term=1, step=step, path=f"step-{step}"), "core/1")
+        effects = wd.machine.handle(wd.clock(), saved)
+        wd.apply(effects)
+        pruned.append([e.step for e in effects if isinstance(e, Prune)])
+        wd.publish(step)
+    assert pruned == [[], [1], [2], [3]], "one checkpoint behind; the policy of the last was not out yet"
+    refused = wd.one(w.AcquireTerm(id=wd.id(), cell="core", step=2, checkpoint_term=1))
+    assert isinstance(refused, w.Refuse) and "keep_payloads" in refused.reason and not refused.stale
+    assert wd.core(step=3).step == 3

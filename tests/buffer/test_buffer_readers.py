@@ -6,6 +6,8 @@ import asyncio
 import itertools
 from pathlib import Path
 
+import pytest
+
 from gyre import config as configuration
 from gyre.buffer import shell
 from gyre.buffer.ledger import Ledger
@@ -36,6 +38,7 @@ def setup_of(folder: Path) -> Setup:
     )  # fmt: skip
 
 
+@pytest.mark.pain(11)
 def test_a_late_subscriber_is_told_the_state_first(tmp_path: Path) -> None:
     """A process that joins when everything was said long ago learns version and counts at once, by a snapshot; then it hears of changes."""
 
@@ -89,6 +92,7 @@ def test_following_goes_on_when_a_finished_run_is_continued(tmp_path: Path) -> N
     assert [e and e["kind"] for e in following] == ["finished"]
 
 
+@pytest.mark.pain(41)
 def test_lines_of_steps_go_on_after_a_core_came_back(world):
     """The event log keeps what was; steps that are replayed come again under a larger term, so (term, step) only grows."""
     wd = world(system__groups_per_step=1, system__rollouts_per_group=1, system__target_staleness=0.0, train__steps=5)

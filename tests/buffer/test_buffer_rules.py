@@ -53,6 +53,7 @@ def test_rounding_is_at_most_half_a_group(dispatch, b, mu, above):
     assert q.groups >= (mu * b if dispatch == "boundary" else 1)
 
 
+@pytest.mark.pain(25)
 @given(st.integers(0, 99), st.integers(0, 99), st.integers(-9, 99), st.none() | st.integers(0, 99))
 def test_never_more_than_quota_need_or_queries(quota, inside, needed, left):
     n = admission.admit(quota, inside, needed, left)
@@ -74,6 +75,7 @@ def test_summary_has_the_tail():
     assert staleness.summarize([]) == staleness.Summary(0, None, None, None)
 
 
+@pytest.mark.pain(15)
 def test_golden_advantages():
     assert advantages([1.0, 0.0], "mean") == [0.5, -0.5]
     assert advantages([1.0, 0.0], "grpo") == [1.0, -1.0]
@@ -129,6 +131,7 @@ def test_executions_are_packed_whole_and_what_they_share_counts_once(sizes, budg
     assert all(sum(i.n_own for i in p) <= budget or len(e) == 1 for p, e in zip(packs, executions, strict=True))
 
 
+@pytest.mark.pain(16)
 def test_each_epoch_is_its_own_permutation():
     tasks = tuple(Task(str(i)) for i in range(20))
     stream = QueryStream(tasks, 7, 3)

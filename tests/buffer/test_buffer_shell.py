@@ -160,6 +160,7 @@ async def core(c: Client, mu: int = 1) -> list[w.Manifest]:
 SMALL = ("system.groups_per_step=2", "system.rollouts_per_group=3", "train.steps=5", "train.micro_step_tokens=40", "sandbox.lease_ttl_s=1.0")
 
 
+@pytest.mark.pain(32)
 def test_a_run_over_sockets_and_what_a_reader_finds(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     held = make_tasks(tmp_path / "held", 3)
@@ -212,6 +213,7 @@ def test_a_run_over_sockets_and_what_a_reader_finds(tmp_path: Path) -> None:
         assert len(list(reader.groups())) == 10 and len(list(reader.queries())) == 13
 
 
+@pytest.mark.pain(24, 41)
 @pytest.mark.parametrize("seed", range(3))
 def test_killed_at_random_moments_it_loses_nothing_it_acknowledged(tmp_path: Path, seed: int) -> None:
     run_dir = tmp_path / "run"
@@ -279,6 +281,7 @@ def test_refusals_name_the_remedy(tmp_path: Path) -> None:
         assert code == 2 and "tasks.train" in err.splitlines()[-1]
 
 
+@pytest.mark.pain(9)
 def test_infrastructure_failures_in_a_row_end_the_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 

@@ -30,6 +30,7 @@ def consumed(wd):
     }
 
 
+@pytest.mark.pain(24)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_run_in_which_things_are_lost_trains_what_one_trains_in_which_nothing_is(run_deterministic, seed):
     whole = run_deterministic(seed, order=seed, faults=False)
@@ -42,6 +43,7 @@ def test_a_run_in_which_things_are_lost_trains_what_one_trains_in_which_nothing_
         assert consumed(torn) == trained
 
 
+@pytest.mark.pain(24)
 def test_what_ran_at_a_version_that_was_lost_begins_anew_when_it_is_there_again(world):
     wd = world(run__deterministic=True, system__groups_per_step=1, system__rollouts_per_group=2, system__target_staleness=0.0, train__steps=3)
     wd.core()

@@ -58,6 +58,7 @@ def model(folder: Path, template: str | None = "{% for m in messages %}{{ m.cont
     return folder
 
 
+@pytest.mark.pain(40)
 @pytest.mark.parametrize(
     ("kind", "text", "line"),
     [
@@ -75,6 +76,7 @@ def test_a_mistake_in_the_file(gyre: Command, tmp_path: Path, kind: str, text: s
     assert error(done).startswith(line) and done.stderr.count("\n") == 1
 
 
+@pytest.mark.pain(40)
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -121,6 +123,7 @@ def test_an_address_that_is_none(gyre: Command, kind: str, flag: str, address: s
     assert error(gyre(kind, flag, address)).startswith(f"error: {flag}: {address!r} is no address to connect to; give tcp://HOST:PORT")
 
 
+@pytest.mark.pain(40)
 @pytest.mark.parametrize("argv", [["buffer"], ["task", "run"], ["task", "check"]], ids="-".join)
 def test_a_task_without_tests(gyre: Command, tmp_path: Path, argv: list[str]) -> None:
     """The buffer refuses it before a sandbox ever sees it."""
@@ -132,6 +135,7 @@ def test_a_task_without_tests(gyre: Command, tmp_path: Path, argv: list[str]) ->
     assert not (tmp_path / "run" / "ledger.db").exists()
 
 
+@pytest.mark.pain(40)
 def test_a_tokenizer_without_a_chat_template(gyre: Command, tmp_path: Path) -> None:
     line = error(gyre("sandbox", "--set", f"model.path={model(tmp_path / 'model', template=None)}"))
     assert line.startswith(f"error: {tmp_path}/model/tokenizer_config.json: chat_template: the tokenizer has no chat template; add one")
@@ -144,6 +148,7 @@ def taken() -> Iterator[str]:
         yield f"tcp://127.0.0.1:{holder.getsockname()[1]}"
 
 
+@pytest.mark.pain(40)
 @pytest.mark.parametrize("kind", ["buffer", "rollout"])
 def test_a_port_in_use(gyre: Command, tmp_path: Path, taken: str, kind: str) -> None:
     task(tmp_path / "tasks" / "good")
@@ -151,6 +156,7 @@ def test_a_port_in_use(gyre: Command, tmp_path: Path, taken: str, kind: str) -> 
     assert line == f"error: --bind: {taken} is in use; stop its holder or bind another address"
 
 
+@pytest.mark.pain(40)
 def test_an_engine_in_an_unwritable_run_directory(gyre: Command, tmp_path: Path) -> None:
     """A file where a directory is needed: this also stops root, who may write anywhere. (Buffer and coordinator: test_commands.py.)"""
     (tmp_path / "file").write_text("")
@@ -158,6 +164,7 @@ def test_an_engine_in_an_unwritable_run_directory(gyre: Command, tmp_path: Path)
     assert f"{tmp_path}/file/run" in line and line.endswith("; make its directory writable or give another --run")
 
 
+@pytest.mark.pain(1)
 @pytest.mark.parametrize("kind", ["sandbox", "rollout"])
 def test_alone_it_gives_up_and_says_for_whom_it_waited(gyre: Command, tmp_path: Path, kind: str) -> None:
     """A wait at the start is bounded (run.start_timeout_s) and names the peer and its address."""

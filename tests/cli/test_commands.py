@@ -40,6 +40,7 @@ def test_help_is_light(script: str) -> None:
     assert not HEAVY & set(loaded.split())
 
 
+@pytest.mark.pain(40)
 @pytest.mark.parametrize("kind", ["buffer", "sandbox", "rollout", "train"])
 @pytest.mark.parametrize(
     ("options", "line"),
@@ -61,6 +62,7 @@ def test_print_config_says_origins_and_check_is_quiet(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "configuration ok\n")
 
 
+@pytest.mark.pain(40)
 def test_unwritable_run_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     hosts = tmp_path / "hosts.txt"

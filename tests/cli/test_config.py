@@ -38,6 +38,7 @@ def test_paths_are_relative_to_their_file(tmp_path: Path) -> None:
     assert r.config.model.path == str(tmp_path / "model") and r.config.tasks.train == "/abs" and r.config.tasks.heldout == ""
 
 
+@pytest.mark.pain(40)
 @pytest.mark.parametrize(
     ("text", "message"),
     [

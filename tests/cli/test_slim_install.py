@@ -81,6 +81,7 @@ def slim(refused: str, script: str, *argv: object) -> subprocess.CompletedProces
     return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.pain(39)
 @pytest.mark.parametrize("script", sorted(SCRIPTS))
 def test_help(refused: str, script: str) -> None:
     done = slim(refused, script, "--help")
@@ -120,6 +121,7 @@ def small_run(run_dir: Path) -> Path:
     return run_dir
 
 
+@pytest.mark.pain(39)
 def test_dump_and_report_of_a_run(refused: str, tmp_path: Path) -> None:
     run_dir = small_run(tmp_path / "run")
     done = slim(refused, "gyre-dump", run_dir)
@@ -143,6 +145,7 @@ def test_dump_and_report_of_a_run(refused: str, tmp_path: Path) -> None:
         assert done.returncode == 2 and "pip install 'gyre[report]'" in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.pain(39)
 def test_what_needs_no_model(refused: str, tmp_path: Path) -> None:
     """The coordinator plans, the buffer looks at its tasks, configuration is checked: none of it needs an extra."""
     (tmp_path / "hosts.txt").write_text("buffer localhost\ntrain-cell localhost\nrollout-cell localhost\nsandbox localhost\n")
@@ -160,6 +163,7 @@ def test_what_is_installed_does_not_claim_the_name_commands() -> None:
     assert (importlib.metadata.distribution("gyre").read_text("top_level.txt") or "").split() == ["gyre", "gyre_commands"]
 
 
+@pytest.mark.pain(39)
 def test_the_wheel(tmp_path: Path) -> None:
     """The commands travel as gyre_commands; every module of the tree is there, and nothing else."""
     setuptools = pytest.importorskip("setuptools", reason="no setuptools here: the wheel cannot be built offline")

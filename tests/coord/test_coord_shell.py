@@ -125,6 +125,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.pain(4)
 def test_no_progress_dumps_stacks_into_the_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Pains 4: who hangs, and where, is in the logs; the silent process is killed and started again."""
     setup = setup_of(tmp_path / "run", "run.stall_s=8", "net.engine_timeout_s=1.5")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gyre.coord.machine import (
     KILL_S,
     RESTARTS,
@@ -40,6 +42,7 @@ def up(worked: bool = False, **more: str) -> Machine:
     return m
 
 
+@pytest.mark.pain(5)
 def test_a_run_that_finishes() -> None:
     m = up()
     assert m.handle(2.0, Exited("box", 0)) == []  # a sandbox ends by itself when no rollout is needed
@@ -70,6 +73,7 @@ def test_the_buffers_end_is_the_runs() -> None:
     assert m.handle(5.0, Exited("cell", 0)) == [End(0, "the run is finished", None)]
 
 
+@pytest.mark.pain(33)
 def test_a_worker_that_dies_ends_the_run() -> None:
     m = up()
     assert m.handle(2.0, Exited("cell", 70)) == [TellStop("box", "cell ended with exit code 70")]
@@ -78,6 +82,7 @@ def test_a_worker_that_dies_ends_the_run() -> None:
     assert m.handle(5.0, Exited("buffer", 0)) == [End(1, "cell ended with exit code 70", "cell")]
 
 
+@pytest.mark.pain(33)
 def test_what_worked_or_was_killed_is_started_again_with_growing_pauses() -> None:
     m, now = up(worked=True), 10.0
     for pause in (1.0, 2.0, 4.0, 8.0, 16.0):
@@ -158,6 +163,7 @@ def test_a_failure_while_stopping_is_not_hidden() -> None:
     assert m.ending == End(1, "core ended with exit code 1 while stopping", "core")
 
 
+@pytest.mark.pain(1)
 def test_no_hello_is_a_failure_with_a_name() -> None:
     m = Machine([Process(name="buffer", kind="buffer"), Process(name="box", kind="sandbox")], now=0.0, start_timeout_s=60.0, silent_s=1e3)
     m.handle(1.0, HelloSeen("buffer"))
@@ -174,6 +180,7 @@ def test_the_buffers_failure_is_the_runs() -> None:
     assert m.ending == End(1, "20 infrastructure failures in a row", "buffer")
 
 
+@pytest.mark.pain(13)
 def test_a_slow_start_is_no_death() -> None:
     """Pains 13: an engine that says hello and loads for an hour is neither killed nor given up."""
     m = Machine([Process(name="cell", kind="rollout")], now=0.0, start_timeout_s=60.0)
@@ -196,6 +203,7 @@ def test_silence_is_a_loss_and_long_silence_a_death() -> None:
     assert m.handle(332.0, Tick()) == [Start("cell")]
 
 
+@pytest.mark.pain(4)
 def test_no_progress_is_dumped_once() -> None:
     """Pains 4."""
     m = up()

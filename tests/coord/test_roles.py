@@ -136,6 +136,7 @@ def test_a_turn_that_is_late_is_given_up_with_a_name() -> None:
     assert ("a-train", "rollout") in orders(late) or ("a-rollout", "rollout") in orders(late)
 
 
+@pytest.mark.pain(12)
 def test_a_lost_engine_is_not_routed_to_until_it_serves_again() -> None:
     """Pains 12, the coordinator's half."""
     r = serving()
@@ -207,6 +208,7 @@ def test_a_trainer_that_has_ended_is_out_of_the_way() -> None:
     assert orders(r.handle(5.0, Counted(OVER))) == [("a-rollout", "rollout")]
 
 
+@pytest.mark.pain(31)
 def test_a_cell_joins_and_is_retired() -> None:
     """Pains 31: its engine gives its requests back before its processes are stopped."""
     r = serving()
@@ -225,6 +227,7 @@ def test_a_cell_joins_and_is_retired() -> None:
     assert r.handle(5.0, Lost("c-rollout", "ended")) == []
 
 
+@pytest.mark.pain(14)
 @pytest.mark.parametrize("seed", range(30))
 def test_never_a_trainer_beside_an_engine(seed: int) -> None:
     """Processes that obey late, lose orders, die and come back: a trainer trains only while its cell's engine holds nothing, and turns end."""

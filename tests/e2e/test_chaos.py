@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 
+import pytest
 from whole_run import RIGHT, WRONG, Run, step_groups
 
 CHAOS_S = 120.0
@@ -37,6 +38,7 @@ def monkey(run: Run, rng: random.Random, coord: subprocess.Popen[str]) -> list[s
     return deeds
 
 
+@pytest.mark.pain(14)
 def test_chaos(run: Run) -> None:
     seed = int(os.environ.get("GYRE_SEED") or random.SystemRandom().randrange(10**6))
     print(f"seed {seed}: GYRE_SEED={seed} repeats the monkey's deeds")

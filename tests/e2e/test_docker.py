@@ -86,8 +86,9 @@ def test_a_whole_run_in_containers(run: Run, engine: Any) -> None:  # noqa: F811
     assert left(engine) == []
 
 
+@pytest.mark.pain(35)
 def test_one_failure_in_eight_makes_nine_workspaces_and_removes_nine(run: Run, engine: Any) -> None:  # noqa: F811
-    """pains 35: somebody removes the container of one agent; that execution alone is tried again, and nothing of it stays."""
+    """Somebody removes the container of one agent; that execution alone is tried again, and nothing of it stays."""
     seen = set(engine.before)
     names: dict[str, set[str]] = {}
     stream = engine.api.events(since=int(time.time()), filters={"type": "volume"}, decode=True)  # it remembers the last few only, or too many

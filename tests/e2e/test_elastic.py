@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 
+import pytest
 from whole_run import DEADLINE_S, RIGHT, WRONG, Run, step_groups
 
 THREE = "buffer localhost\nsandbox localhost name=box slots=8\ncell localhost name=a\ncell localhost name=b\ncell localhost name=c\n"
@@ -32,6 +33,7 @@ def check_complete(run: Run, steps: int) -> None:
     run.until(lambda: run.left_behind() == [], "the end of all processes")
 
 
+@pytest.mark.pain(31)
 def test_elastic(run: Run) -> None:
     """The default rule where there are cells: core first, then the others; each is told to sleep, trains, and comes home.
 
@@ -77,6 +79,7 @@ def test_colocate(run: Run) -> None:
     assert not [e for e in run.dump("--kind", "events") if e["kind"] == "reissued"]
 
 
+@pytest.mark.pain(31)
 def test_a_cell_is_added_and_one_is_taken_out_while_the_run_goes_on(run: Run) -> None:
     """Pains 31: gyre-coord --reload; the new cell serves, the old one gives its requests back and its processes end."""
     two = THREE.replace("cell localhost name=c\n", "")

@@ -27,6 +27,7 @@ def check_nothing_twice(run: Run, steps: int) -> None:
     assert counts.pop("admitted") == sum(counts.values())
 
 
+@pytest.mark.pain(14)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_kill_the_buffer(run: Run, seed: int) -> None:
     print("seed", seed)
@@ -41,6 +42,7 @@ def test_kill_the_buffer(run: Run, seed: int) -> None:
     assert run.left_behind() == []
 
 
+@pytest.mark.pain(3, 14)
 def test_kill_a_sandbox(run: Run) -> None:
     """Its leases expire, tickets are issued again, and nothing that it had started is left behind."""
     run.script(RIGHT, WRONG, delay_s=0.02)
@@ -62,6 +64,7 @@ def test_kill_a_sandbox(run: Run) -> None:
     assert run.left_behind() == []
 
 
+@pytest.mark.pain(14, 41)
 def test_kill_the_trainer(run: Run) -> None:
     """Started again it takes a new term; steps after its checkpoint are replayed; the surviving lineage has every step once."""
     run.script(RIGHT, WRONG, delay_s=0.02)
@@ -77,6 +80,7 @@ def test_kill_the_trainer(run: Run) -> None:
     assert terms == [1, 2]
 
 
+@pytest.mark.pain(12, 14)
 def test_kill_the_engine(run: Run) -> None:
     """Its requests are asked again when it is back; it serves nothing before it acknowledged the current policy."""
     run.script(RIGHT, WRONG, delay_s=0.01)
@@ -91,6 +95,7 @@ def test_kill_the_engine(run: Run) -> None:
         assert all(v is None or v >= t["version_at_dispatch"] for v in t["versions"])  # type: ignore[attr-defined]
 
 
+@pytest.mark.pain(33)
 def test_a_workers_failure_ends_the_run_with_its_traceback(run: Run) -> None:
     broken = run.folder / "broken-python"
     broken.write_text(f"#!/bin/sh\nexec {sys.executable} -c 'def serve(): raise RuntimeError(\"the engine burned down\")\nserve()'\n")
@@ -105,6 +110,7 @@ def test_a_workers_failure_ends_the_run_with_its_traceback(run: Run) -> None:
     assert run.left_behind() == []
 
 
+@pytest.mark.pain(40)
 def test_bad_input_to_a_worker_is_one_line_and_2(run: Run) -> None:
     done = run.coord("--set", f"model.path={run.folder}/nowhere")
     assert done.returncode == 2, done.stderr
@@ -113,6 +119,7 @@ def test_bad_input_to_a_worker_is_one_line_and_2(run: Run) -> None:
     assert run.left_behind() == []
 
 
+@pytest.mark.pain(9)
 def test_endless_errors_stop_the_run(run: Run) -> None:
     """An engine that fails every request: the run ends with 1 and says why."""
     (run.folder / "script.jsonl").write_text('{"rollout": "nobody", "text": "x"}\n')
@@ -122,6 +129,7 @@ def test_endless_errors_stop_the_run(run: Run) -> None:
     assert run.left_behind() == []
 
 
+@pytest.mark.pain(34)
 def test_ctrl_c_stops_in_order(run: Run) -> None:
     run.script(RIGHT, WRONG, delay_s=0.02)
     coord = subprocess.Popen(
@@ -142,6 +150,7 @@ def test_ctrl_c_stops_in_order(run: Run) -> None:
     check_nothing_twice(run, steps + 2)
 
 
+@pytest.mark.pain(34)
 def test_ctrl_c_twice_stops_at_once(run: Run) -> None:
     run.script(RIGHT, WRONG, delay_s=0.02)
     coord = subprocess.Popen(

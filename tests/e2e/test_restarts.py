@@ -9,9 +9,11 @@ import subprocess
 import time
 from collections import Counter
 
+import pytest
 from whole_run import DEADLINE_S, RIGHT, WRONG, Run, step_groups
 
 
+@pytest.mark.pain(14)
 def test_every_process_is_killed_once(run: Run) -> None:
     seed = random.SystemRandom().randrange(1000)
     print("seed", seed)

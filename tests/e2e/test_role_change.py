@@ -176,6 +176,7 @@ def torch_snapshots(directory: Path) -> dict[Version, Snapshot]:
     return found
 
 
+@pytest.mark.pain(31)
 def test_a_long_request_moves_and_is_what_it_would_have_been(tmp_path: Path, kind: str) -> None:
     """There, and back again: three engines' parts make the tokens of one undisturbed request, each stamped with its version."""
 
@@ -206,6 +207,7 @@ def test_a_long_request_moves_and_is_what_it_would_have_been(tmp_path: Path, kin
     run(story())
 
 
+@pytest.mark.pain(2)
 def test_200_open_streams_at_a_publication_and_a_move(tmp_path: Path) -> None:
     """Pains 2: all engines acknowledge the new policy while 200 requests are open and one engine gives its own away; all complete."""
 
@@ -228,6 +230,7 @@ def test_200_open_streams_at_a_publication_and_a_move(tmp_path: Path) -> None:
     run(story())
 
 
+@pytest.mark.pain(12)
 def test_a_killed_engine_is_asked_only_after_it_acknowledged(tmp_path: Path) -> None:
     """Pains 12: kill -9, its requests go on elsewhere; back again, it is asked nothing before the core heard that it serves the current policy."""
 
@@ -298,6 +301,7 @@ def holds(pid: int | str = "self") -> tuple[int, int, int]:
     return len(list(Path(f"/proc/{pid}/fd").iterdir())), int(value["Threads"]), int(value["VmRSS"])
 
 
+@pytest.mark.pain(31)
 def test_100_role_changes_leak_nothing(tmp_path: Path, kind: str) -> None:
     """Pains 31: under requests that move each time; files, threads, memory and requests are what they were after the first few."""
 

@@ -93,6 +93,7 @@ def finish(run: Run, *satellites: str, core: str = "train") -> list[dict[str, An
     return steps
 
 
+@pytest.mark.pain(18, 30)
 def test_satellites_by_hand(cells: Run) -> None:
     """No coordinator: they join at once and stay; each step is reduced over those that accumulated, and its metrics are of the whole step."""
     start(cells)
@@ -111,6 +112,7 @@ def test_satellites_by_hand(cells: Run) -> None:
     assert [p["step"] for p in events(cells, "publication")] == [0, 2, 4]
 
 
+@pytest.mark.pain(18)
 @pytest.mark.parametrize("when", ["in a step", "in the reduction"])
 def test_kill_a_satellite(cells: Run, tmp_path: Path, when: str) -> None:
     """kill -9: exactly its micro-steps are computed again, the survivors keep theirs."""
@@ -129,6 +131,7 @@ def test_kill_a_satellite(cells: Run, tmp_path: Path, when: str) -> None:
         assert max(e["attempt"] for e in events(cells, "reduced")) > 1 or all(len(s["entries"]) == 1 for s in steps)
 
 
+@pytest.mark.pain(18)
 def test_a_zombie_comes_back(cells: Run) -> None:
     """Stopped, presumed dead, woken: what it held is refused, it zeroes and joins again as a new incarnation."""
     start(cells)

@@ -28,6 +28,7 @@ def vllm(run: Run) -> Run:
     return run
 
 
+@pytest.mark.pain(12, 13)
 def test_an_engine_that_is_killed_comes_back(vllm: Run) -> None:
     """pains 12, 13: it loads for longer than any ping may take and is not given up; it is asked only once it acknowledged the policy of now."""
     run = vllm

@@ -23,6 +23,7 @@ FIELDS = """
 """.split()  # noqa: SIM905
 
 
+@pytest.mark.pain(1, 5, 21, 32)
 def test_coordinated(run: Run) -> None:
     """A very fast environment: every process ends with 0, bounded; the run directory and the interfaces are as documented."""
     done = run.coord()
@@ -75,6 +76,7 @@ def check_events(run: Run) -> None:
     assert steps == [1, 2, 3, 4]
 
 
+@pytest.mark.pain(28)
 def test_the_checkpoint_is_a_model(run: Run) -> None:
     """What a run leaves is a Hugging Face directory that another run can start from."""
     assert run.coord("--steps", "2").returncode == 0
@@ -123,6 +125,7 @@ def test_by_hand_over_tcp_with_keys(run: Run) -> None:
         assert not any(secret in file.read_bytes() for secret in secrets), file
 
 
+@pytest.mark.pain(30)
 @pytest.mark.parametrize("mu", [2, 3])
 def test_sizes_that_do_not_divide(run: Run, mu: int) -> None:
     """mu that does not divide the steps, three rollouts in a group, one group in a step."""

@@ -38,6 +38,7 @@ def bash(cmd: str) -> str:
     return '<tool_call>\n{"name": "bash",  "arguments": {"cmd":"' + cmd + '"}}\n</tool_call>'
 
 
+@pytest.mark.pain(21)
 @pytest.mark.parametrize("stream", [False, True])
 def test_128_turns_byte_for_byte(gateway: Any, renderer: Renderer, sampled: Any, stream: bool) -> None:
     """pains 21: the trajectory's ids are the engine's, though the harness re-serialises tool arguments and adds cosmetic keys."""
@@ -77,6 +78,7 @@ def test_128_turns_byte_for_byte(gateway: Any, renderer: Renderer, sampled: Any,
     asyncio.run(run())
 
 
+@pytest.mark.pain(21)
 def test_retry_edit_drop_and_side_call(gateway: Any, renderer: Renderer, sampled: Any, until: Any) -> None:
     """The case table: an identical retry, edited history, a renamed tool under the same id, a dropped stream, a title request."""
     turns = iter(range(100))

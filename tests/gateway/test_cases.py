@@ -177,6 +177,7 @@ def test_an_error_leaves_no_node_and_is_tried_again(tell: Any, agent: Any) -> No
     tell(story, {"refuse": "context"}, "done")
 
 
+@pytest.mark.pain(21)
 @EACH
 def test_arguments_written_anew_and_text_in_other_clothes(tell: Any, agent: Any) -> None:
     """Keys in another order, 1.0 as 1, white space; content as parts or as a string; cache markers that move; `developer` for `system`."""

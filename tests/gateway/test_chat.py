@@ -92,6 +92,7 @@ def test_a_failure_after_a_keep_alive_is_an_event(gateway: Any, sampled: Any) ->
     asyncio.run(run())
 
 
+@pytest.mark.pain(38)
 def test_a_prompt_too_long_is_a_typed_error(gateway: Any, renderer: Any, sampled: Any) -> None:
     """pains 38."""
 
@@ -108,6 +109,7 @@ def test_a_prompt_too_long_is_a_typed_error(gateway: Any, renderer: Any, sampled
     asyncio.run(run())
 
 
+@pytest.mark.pain(38)
 def test_the_engines_own_limit_is_the_same_error(gateway: Any, sampled: Any) -> None:
     async def run() -> None:
         async with gateway(lambda r, p: sampled([], refuse="context")) as g:

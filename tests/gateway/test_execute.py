@@ -143,6 +143,7 @@ def test_a_harness_that_talks_tcp(run_ticket: Any, tmp_path: Path) -> None:
     assert (m.ending, m.reward, m.detail, len(m.calls)) == (Ending.FINISHED, 1.0, "", 1)
 
 
+@pytest.mark.pain(19, 36)
 @pytest.mark.parametrize(
     ("mode", "keys", "ending", "reward"),
     [
@@ -170,6 +171,7 @@ def test_the_harness_own_words_are_kept(run_ticket: Any) -> None:
     assert run_ticket("crash")[0].message.detail == "the harness ended with status 1: it broke, before any model call"
 
 
+@pytest.mark.pain(36)
 @pytest.mark.parametrize(
     ("verifier", "ending"),
     [("#!/bin/sh\nexit 3\n", Ending.VERIFIER_FAILED), ("#!/bin/sh\nsleep 60\n", Ending.VERIFIER_FAILED)],
@@ -206,6 +208,7 @@ class Broken(Process):
         return await super().run(spec)
 
 
+@pytest.mark.pain(19)
 @pytest.mark.parametrize(
     ("error", "where", "ending"),
     [
@@ -222,6 +225,7 @@ def test_broken_machinery(run_ticket: Any, error: Exception, where: str, ending:
     assert (ended.message.ending, ended.message.reward, ended.message.detail) == (ending, None, str(error))
 
 
+@pytest.mark.pain(33)
 def test_a_bug_is_no_ending(run_ticket: Any) -> None:
     """pains 33."""
     with pytest.raises(ZeroDivisionError):

@@ -100,6 +100,7 @@ def is_plain(text: str) -> bool:
 TURN = st.tuples(PLAIN.filter(is_plain), PLAIN.filter(is_plain), st.lists(ARGUMENTS, max_size=2))
 
 
+@pytest.mark.pain(22)
 @FAMILY
 @settings(max_examples=60, deadline=None, database=None)
 @given(turn=TURN)
@@ -113,6 +114,7 @@ def test_a_call_is_read_as_the_template_writes_it(families: dict[str, Renderer],
     assert {**got, "content": got["content"] or ""} == reply
 
 
+@pytest.mark.pain(21)
 @FAMILY
 @settings(max_examples=30, deadline=None, database=None)
 @given(turns=st.lists(TURN, min_size=2, max_size=5))
@@ -145,6 +147,7 @@ def test_a_bridge_is_what_the_template_would_write(families: dict[str, Renderer]
     run(renderer, says, talk)
 
 
+@pytest.mark.pain(21)
 @FAMILY
 @pytest.mark.parametrize("agent", AGENTS)
 @settings(max_examples=15, deadline=None, database=None)

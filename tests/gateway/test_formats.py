@@ -84,6 +84,7 @@ def test_the_tests_own_templates_are_hermes(renderer: Renderer, forgetful: Rende
     assert forgetful.reasoning is Reasoning.TAGGED
 
 
+@pytest.mark.pain(22)
 @pytest.mark.parametrize("template", [CODER, LLAMA, PLAIN], ids=["coder", "llama", "plain"])
 def test_each_family_is_bridged(gateway: Any, sampled: Any, family: Any, template: str) -> None:
     """Eight turns with tools and reasoning, no token made twice: also where a template hides text beside calls, or knows no reasoning."""

@@ -19,6 +19,7 @@ from gyre.trajectory.flatten import flatten
 CALLS, NEW = 8, 62_500  # calls; tokens that each samples, and that each tool says
 
 
+@pytest.mark.pain(10, 21)
 @pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize("agent", [Chat, Responses])
 def test_a_million_tokens(renderer: Renderer, agent: Any, store: bool) -> None:

@@ -37,6 +37,7 @@ def flat_of(outcome: Any) -> Any:
     return flatten(outcome.graph.nodes, trajectory, outcome.graph.arrays())
 
 
+@pytest.mark.pain(21, 22)
 @STREAMS
 @DRIVERS
 def test_128_turns_drift_by_no_token(gateway: Any, renderer: Renderer, harness: Any, stream: bool) -> None:
@@ -70,6 +71,7 @@ def test_128_turns_drift_by_no_token(gateway: Any, renderer: Renderer, harness: 
     story(run)
 
 
+@pytest.mark.pain(22)
 @pytest.mark.parametrize("tools", [False, True], ids=["plain", "tools"])
 @STREAMS
 @DRIVERS
@@ -99,6 +101,7 @@ def test_ids_are_there_with_streams_and_tools(gateway: Any, renderer: Renderer, 
     story(run)
 
 
+@pytest.mark.pain(22)
 @STREAMS
 @DRIVERS
 def test_what_cannot_be_parsed_is_text_and_is_trained(gateway: Any, renderer: Renderer, harness: Any, stream: bool) -> None:
@@ -153,6 +156,7 @@ def test_sampling_parameters_are_overruled_and_recorded(gateway: Any, renderer: 
     story(run)
 
 
+@pytest.mark.pain(38)
 @STREAMS
 @DRIVERS
 def test_errors_are_the_protocols_own(gateway: Any, renderer: Renderer, sampled: Any, harness: Any, stream: bool) -> None:
@@ -239,6 +243,7 @@ def test_a_failure_after_a_sign_of_life_is_told_in_the_stream(gateway: Any, samp
     story(run)
 
 
+@pytest.mark.pain(38)
 @DRIVERS
 def test_what_is_too_large_is_refused_in_the_protocols_form(gateway: Any, harness: Any) -> None:
     """By its bytes, while it is still sent, and by the number of its JSON values, before it is decoded."""

@@ -7,6 +7,8 @@ import json
 import time
 from typing import Any
 
+import pytest
+
 from gyre.types import CallStatus, Ending, Version
 from gyre.wire.messages import Generate, Route, Routes
 
@@ -46,6 +48,7 @@ def test_a_continuation_goes_on_from_the_tokens_already_had(gateway: Any, render
     asyncio.run(run())
 
 
+@pytest.mark.pain(12)
 def test_calls_go_only_to_engines_at_the_tickets_version(gateway: Any, renderer: Any, sampled: Any, until: Any) -> None:
     def script(request: Generate, prompt: list[int]) -> Any:
         return sampled([renderer.end_id])
@@ -118,6 +121,7 @@ def test_engines_lost_for_good_end_the_rollout(gateway: Any, sampled: Any) -> No
     asyncio.run(run())
 
 
+@pytest.mark.pain(36)
 def test_a_call_ends_at_the_harness_deadline(gateway: Any, sampled: Any, until: Any) -> None:
     async def run() -> None:
         async with gateway(lambda r, p: sampled([1], delay_s=60.0), deadline=time.monotonic() + 1.0) as g:

@@ -153,6 +153,7 @@ def play(tmp_path: Path, model_dir: Path, renderer: Any, fake_engine: Any, sampl
     return run
 
 
+@pytest.mark.pain(5)
 def test_tickets_are_run_and_reported_until_acknowledged(play: Any) -> None:
     buffer, code = play(["quick"] * 7)
     assert code == 0
@@ -171,6 +172,7 @@ def test_a_refused_outcome_frees_its_slot(play: Any) -> None:
     assert len(buffer.ended) == 4
 
 
+@pytest.mark.pain(3)
 def test_a_lost_lease_kills_its_execution(play: Any, until: Any) -> None:
     """pains 3: leases are renewed, and what is lost makes room."""
 
@@ -184,6 +186,7 @@ def test_a_lost_lease_kills_its_execution(play: Any, until: Any) -> None:
     assert list(buffer.ended) == ["r1"]
 
 
+@pytest.mark.pain(35)
 def test_one_failure_in_eight_makes_nine_sandboxes_and_removes_nine(play: Any, until: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """pains 35: the one whose lease is lost is tried again alone, and nothing of it stays."""
     made: list[str] = []

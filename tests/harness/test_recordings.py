@@ -84,6 +84,7 @@ def replay(file: Path, tmp_path: Path, renderer: Renderer, **limits: Any) -> tup
     return asyncio.run(asyncio.wait_for(go(), 120))
 
 
+@pytest.mark.pain(21, 22)
 @pytest.mark.parametrize("file", RECORDINGS, ids=lambda f: f.name.partition(".")[0])
 def test_a_recorded_session(file: Path, tmp_path: Path, renderer: Renderer) -> None:
     """pains 21, 22: ids, log-probs and versions are the engine's; what lies above a call is the prompt that was sent; 95 % of it is trained."""

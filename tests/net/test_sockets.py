@@ -62,6 +62,7 @@ def test_many_requests_at_once(tmp_path: Path) -> None:
     go(body)
 
 
+@pytest.mark.pain(11)
 def test_a_restarted_server_is_asked_again(tmp_path: Path) -> None:
     async def body() -> None:
         address = f"ipc://{tmp_path}/e"
@@ -85,6 +86,7 @@ def test_a_restarted_server_is_asked_again(tmp_path: Path) -> None:
     go(body)
 
 
+@pytest.mark.pain(1)
 def test_a_wait_ends_and_names_what_it_waited_for(tmp_path: Path) -> None:
     async def body() -> None:
         c = client(f"ipc://{tmp_path}/nobody")
@@ -183,6 +185,7 @@ def test_addresses_in_use_are_refused(tmp_path: Path) -> None:
     go(body)
 
 
+@pytest.mark.pain(11)
 @pytest.mark.parametrize(
     "address", ["tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://10.1.2.3:1", "tcp://example.com:1", "udp://127.0.0.1:1", "nonsense"]
 )

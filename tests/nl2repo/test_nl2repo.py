@@ -352,6 +352,7 @@ CHEATS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.pain(37)
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_a_cheat_gets_0(task: Path, agents: Agents, tmp_path: Path, cheat: str) -> None:
     result = agents.play(task, CHEATS[cheat], tmp_path)
@@ -386,6 +387,7 @@ def test_real_packages_are_sound(real: Path) -> None:
     assert all(row["oracle"]["rewards"]["tests"] > 20 for row in rows)
 
 
+@pytest.mark.pain(37)
 def test_real_packages_are_out_of_reach(real: Path, agents: Agents) -> None:
     for task in (json.loads(line)["path"] for line in (real / "tasks.jsonl").read_text().splitlines()):
         name = task.rpartition("-")[0]

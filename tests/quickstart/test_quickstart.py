@@ -131,6 +131,7 @@ def function_task() -> kinds.Task:
     return next(t for t in tasks if "a plus b" in t.instruction)
 
 
+@pytest.mark.pain(37)
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_code_that_forges_a_reward_earns_0(forgery: str, tmp_path: Path) -> None:
     made = function_task()

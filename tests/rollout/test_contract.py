@@ -131,6 +131,7 @@ def test_continuation_elsewhere_is_what_it_would_have_been(make_engine: MakeEngi
     assert part.logprobs + rest.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
 
 
+@pytest.mark.pain(26)
 def test_a_load_falls_between_two_tokens_of_what_is_in_flight(make_engine: MakeEngine, kit: Any) -> None:
     engine = make_engine(slots=4, queue=8, **_no_eos(make_engine))
     futures = [engine.submit(kit.ask(str(i), PROMPT, seed=i, max_tokens=100)) for i in range(6)]
@@ -153,6 +154,7 @@ def test_close_answers_everything(make_engine: MakeEngine, kit: Any) -> None:
     assert engine.stopped.result(0) is None
 
 
+@pytest.mark.pain(6)
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_submit_abort_load_completes_each_request_once(make_engine: MakeEngine, kit: Any, seed: int) -> None:
     """Cancelling around updates kills no engine (cancel → drain → pause → update → resume)."""
@@ -190,6 +192,7 @@ def weights_of(kit: Any, seed: int, version: Version) -> Any:
     return pack(version, model_tensors(kit.qwen3(seed)))
 
 
+@pytest.mark.pain(6)
 def test_drain_gives_everything_back_and_refuses_until_it_wakes(make_engine: MakeEngine, kit: Any) -> None:
     engine = make_engine(slots=2, queue=8, context=500, **_no_eos(make_engine))
     futures = [engine.submit(kit.ask(str(i), PROMPT, max_tokens=10_000)) for i in range(6)]
@@ -240,6 +243,7 @@ def test_moved_requests_have_room_kept_for_them_and_join_first(make_engine: Make
     assert ended == ["new0", "moved0", "moved1", "new1"]
 
 
+@pytest.mark.pain(27)
 def test_stale_keys_do_not_survive_sleep_or_update(make_engine: MakeEngine, kit: Any) -> None:
     """Pains 27: the same prompt under other weights gives those weights' tokens, in flight, after an update and after a sleep."""
     engine = make_engine(**_no_eos(make_engine))
@@ -255,6 +259,7 @@ def test_stale_keys_do_not_survive_sleep_or_update(make_engine: MakeEngine, kit:
             assert done.logprobs == pytest.approx(kit.plain_logprobs(kit.qwen3(step), PROMPT, done.token_ids), abs=1e-4)
 
 
+@pytest.mark.pain(6)
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_with_sleep_and_wake_completes_each_request_once(make_engine: MakeEngine, kit: Any, seed: int) -> None:
     """Pains 6, as a property: whatever the order of submit, abort, load, drain, sleep and wake, no engine dies and each is answered once."""

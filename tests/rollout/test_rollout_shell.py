@@ -140,6 +140,7 @@ def test_serving_only(setup: Callable[..., Setup]) -> None:
     run(story())
 
 
+@pytest.mark.pain(12, 13)
 def test_it_is_behind_until_it_serves_a_policy_and_then_follows(setup: Callable[..., Setup]) -> None:
     """Pains 12 and 13: pings are answered from the first moment, requests only after a version was acknowledged."""
 

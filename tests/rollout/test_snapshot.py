@@ -67,6 +67,7 @@ def test_nothing_published_is_gone_without_a_latest() -> None:
     assert SnapshotStore().read(0, "r", V1, 0, 1) == Gone(None)
 
 
+@pytest.mark.pain(7)
 def test_the_latest_is_for_all_and_the_one_before_for_those_who_read_it() -> None:
     store = SnapshotStore(lease_ttl_s=10)
     store.publish(0, snapshot(V1))
@@ -99,6 +100,7 @@ def test_without_readers_one_snapshot_is_held() -> None:
         assert store.held == [version]
 
 
+@pytest.mark.pain(7)
 def test_at_most_two_are_held_and_bytes_lent_stay_whole() -> None:
     store = SnapshotStore(lease_ttl_s=1000)
     store.publish(0, snapshot(V1))

@@ -30,6 +30,7 @@ def prompts(n: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
     return [[rng.randrange(97) for _ in range(rng.randint(1, longest))] for _ in range(n)]
 
 
+@pytest.mark.pain(28)
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 def test_logprobs_are_those_of_a_plain_forward_pass(torch_engine: MakeEngine, kit: Any, temperature: float) -> None:
     engine = torch_engine(slots=5, queue=20)
@@ -89,6 +90,7 @@ def test_equal_prompts_are_computed_once_and_differ_by_their_seeds(torch_engine:
         assert d.logprobs == pytest.approx(kit.plain_logprobs(kit.qwen3(0), prompt, d.token_ids), abs=1e-4)
 
 
+@pytest.mark.pain(2, 26, 27)
 def test_update_with_200_open_requests(torch_engine: MakeEngine, kit: Any) -> None:
     """Pains 2 and 26: it completes, all finish, and every token's log-prob is that of its stamped version given its whole prefix."""
     models = {Version(0, 0): kit.qwen3(0), Version(1, 1): kit.qwen3(1), Version(1, 2): kit.qwen3(2)}
@@ -110,6 +112,7 @@ def test_update_with_200_open_requests(torch_engine: MakeEngine, kit: Any) -> No
             assert d.logprobs[s.start : s.end] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.pain(27)
 def test_tied_embeddings_change_with_an_update(torch_engine: MakeEngine, kit: Any) -> None:
     """A→B, both tied, never back to A: the output embedding must be B's."""
     b = kit.qwen3(11)
@@ -140,6 +143,7 @@ def test_weights_of_another_model_are_refused_and_change_nothing(torch_engine: M
     assert done.logprobs == pytest.approx(kit.plain_logprobs(kit.qwen3(0), [1, 2, 3], done.token_ids), abs=1e-4)
 
 
+@pytest.mark.pain(26)
 def test_a_diverged_policy_ends_the_engine_and_says_so(torch_engine: MakeEngine, kit: Any) -> None:
     bad = kit.qwen3(0)
     with torch.no_grad():

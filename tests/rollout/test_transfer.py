@@ -82,6 +82,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
+@pytest.mark.pain(11)
 def test_a_late_watcher_learns_the_version_at_once(address: str) -> None:
     async def story() -> None:
         async with trainer(address) as policy:
@@ -95,6 +96,7 @@ def test_a_late_watcher_learns_the_version_at_once(address: str) -> None:
     run(story())
 
 
+@pytest.mark.pain(11)
 def test_publications_reach_all_engines_whoever_starts_first(address: str) -> None:
     async def story() -> None:
         engines = [Engine(address, cell=f"cell{i}") for i in range(3)]  # before the trainer
@@ -128,6 +130,7 @@ def test_waiting_is_bounded_and_says_for_whom(address: str) -> None:
     run(story())
 
 
+@pytest.mark.pain(12)
 def test_a_new_life_of_an_engine_has_acknowledged_nothing(address: str) -> None:
     """Pains 12: what the engine had loaded before it was killed does not count."""
 
@@ -216,6 +219,7 @@ def test_what_loading_raises_ends_the_client(address: str) -> None:
     run(story())
 
 
+@pytest.mark.pain(7)
 def test_a_slow_reader_finishes_or_is_told(address: str) -> None:
     """Pains 7, message by message: the lease outlives one publication, not two, and never gives torn bytes."""
 

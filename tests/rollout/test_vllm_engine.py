@@ -92,6 +92,7 @@ def engine_rest(engine: Any, kit: Any, seed: int, prompt: list[int], tokens: lis
     return engine.submit(kit.ask(f"rest{seed}", prompt + tokens[:11], seed=seed, drawn=11, max_tokens=19, **sampling))
 
 
+@pytest.mark.pain(2, 28)
 def test_ten_publications_with_requests_in_flight(vllm_engine: MakeEngine, kit: Any) -> None:
     """Pains 2, 26, 28: all finish, each token has the log-prob of its version under its whole prefix, within 1e-3 of the trainer's model."""
     models = {Version(0, 0): kit.qwen3(0)} | {Version(1, step): kit.qwen3(step) for step in range(1, 11)}
@@ -107,6 +108,7 @@ def test_ten_publications_with_requests_in_flight(vllm_engine: MakeEngine, kit: 
     assert max(worst(kit, models, p, d) for p, d in zip(asked, done, strict=True)) < 1e-3
 
 
+@pytest.mark.pain(27)
 @pytest.mark.parametrize("slept", [False, True])
 def test_tied_embeddings_change_with_an_update(vllm_engine: MakeEngine, kit: Any, slept: bool) -> None:
     """A→B, both tied, never back to A: the output embedding must be B's. The CPU build keeps a copy of it that a reload forgets: 8 to 10 nats."""
@@ -121,6 +123,7 @@ def test_tied_embeddings_change_with_an_update(vllm_engine: MakeEngine, kit: Any
     assert worst(kit, {Version(1, 1): b}, [1, 2, 3], done) < 1e-4
 
 
+@pytest.mark.pain(27)
 def test_no_cached_prefix_crosses_a_version(vllm_engine: MakeEngine, kit: Any) -> None:
     """Pains 27: a long prompt is in the prefix cache, and is used, until the next version; then it is computed anew."""
     engine, prompt, b = vllm_engine(**NO_EOS), prompts(1, seed=9)[0] * 20, kit.qwen3(11)
@@ -146,6 +149,7 @@ def test_weights_of_another_model_are_refused_and_change_nothing(vllm_engine: Ma
     assert worst(kit, {Version(0, 0): kit.qwen3(0)}, [1, 2, 3], done) < 1e-4
 
 
+@pytest.mark.pain(26)
 def test_a_diverged_policy_ends_the_engine_and_says_so(vllm_engine: MakeEngine, kit: Any) -> None:
     bad, engine = kit.qwen3(0), vllm_engine()
     with torch.no_grad():

@@ -258,6 +258,7 @@ def eventually(what):
         time.sleep(0.02)
 
 
+@pytest.mark.pain(34)
 @pytest.mark.parametrize("pause_s", [0.0, 0.5])
 def test_killed_owner_leaves_nothing(living, pause_s, bwrap):
     mark = uuid.uuid4().hex
@@ -269,6 +270,7 @@ def test_killed_owner_leaves_nothing(living, pause_s, bwrap):
     assert mark not in Path("/proc/self/mountinfo").read_text()
 
 
+@pytest.mark.pain(34)
 @pytest.mark.parametrize("new_box", ["bubblewrap"], indirect=True)
 def test_reaper_removes_what_is_left_when_owner_and_warden_are_killed(living, new_box):
     mark = uuid.uuid4().hex

@@ -90,6 +90,7 @@ def test_what_cannot_be_copied_is_the_tasks_fault(box, tmp_path):
     box(story)
 
 
+@pytest.mark.pain(36)
 def test_setup_has_a_deadline(box, tmp_path):
     (tmp_path / "file").write_text("x")
 
@@ -110,6 +111,7 @@ def test_deadline_kills_what_ignores_signals(box):
     box(story)
 
 
+@pytest.mark.pain(34)
 @pytest.mark.hostile("to leave a daemon behind", "it dies with its sandbox")
 def test_everything_is_dead_when_run_returns(box, living):
     mark = uuid.uuid4().hex
@@ -124,6 +126,7 @@ def test_everything_is_dead_when_run_returns(box, living):
     box(story)
 
 
+@pytest.mark.pain(34)
 def test_cancelled_run_is_dead(box, living):
     mark = uuid.uuid4().hex
 

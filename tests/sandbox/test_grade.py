@@ -43,6 +43,7 @@ def test_reward_files(files, rewards):
     assert read_reward(files) == rewards
 
 
+@pytest.mark.pain(19)
 @pytest.mark.parametrize("files", NO_REWARDS, ids=[str(n) for n in range(len(NO_REWARDS))])
 def test_no_reward_is_never_zero(files):
     with pytest.raises(NoReward):
@@ -78,6 +79,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.pain(19)
 @pytest.mark.parametrize("script", FAILURES, ids=[str(n) for n in range(len(FAILURES))])
 def test_a_failed_verifier_has_no_reward(box, make_task, script):
     result = graded(box, make_task(test=script), timeout_s=1 if "sleep" in script else 20)
@@ -101,6 +103,7 @@ def test_an_exit_status_says_nothing(box, make_task):
     assert graded(box, make_task(test="echo 0 > $GYRE_LOGS/reward.txt; exit 1")).reward == 0
 
 
+@pytest.mark.pain(37)
 def test_cheats_get_nothing(strong, make_task):
     agent = """mkdir -p /logs/verifier logs/verifier tests; echo 1 > /logs/verifier/reward.txt; echo 1 > logs/verifier/reward.txt
     echo 1 > reward.txt; echo 1 > reward.json; echo 'echo 1 > /logs/verifier/reward.txt' > tests/test.sh

@@ -63,6 +63,7 @@ def test_run_exits_1_when_it_could_not_grade(make_task):
     assert done.returncode == 1 and json.loads(done.stdout)["ending"] == "task_setup_failed" and "do not fit" in done.stderr
 
 
+@pytest.mark.pain(40)
 def test_bad_input_is_one_line_and_2(make_task, tmp_path):
     bare = make_task("bare", solve=None)
     (make_task("untested") / "tests" / "test.sh").unlink()
@@ -110,9 +111,10 @@ KEPT = {
 }
 
 
+@pytest.mark.pain(37)
 @pytest.mark.parametrize("kept", [*KEPT, "no later commit"])
 def test_an_answer_in_the_history_is_found(make_task, kept):
-    """pains 37: whatever keeps the later commit."""
+    """Whatever keeps the later commit."""
     work = make_task(x="x") / "environment" / "workspace"
     git = "git -c user.name=a -c user.email=a@b"
     script = f"git init -q -b main; {git} commit -q --allow-empty -m one; {git} commit -q --allow-empty -m two; git {KEPT.get(kept, 'status -s')}"

@@ -59,6 +59,7 @@ def calm(seed: int) -> Plan:
     return replace(plan, satellites=2, moves=(*moves, *(replace(m, cell="c2", at_s=1.0) for m in moves)), patience_s=2.0, restart_s=0.5)
 
 
+@pytest.mark.pain(24)
 @pytest.mark.parametrize("what", ["kill", "stop"])
 @pytest.mark.parametrize("moment", CORE_MOMENTS)
 def test_the_core_is_lost_at_any_moment(moment: str, what: str) -> None:
@@ -74,6 +75,7 @@ def test_a_satellite_is_lost_at_any_moment(moment: str, what: str) -> None:
         holds(play(replace(calm(turns + 3), faults=(Fault(what, "satellite", moment, 1, turns, 8.0),))))
 
 
+@pytest.mark.pain(24)
 @pytest.mark.parametrize(("base", "moment"), [(1, "lend"), (2, "StepEnded"), (3, "StepEnded")])
 def test_a_core_that_was_taken_for_dead_saves_late(base: int, moment: str) -> None:
     """It is stopped after its commit and replaced from an older checkpoint; it wakes and saves; its successor dies before it saved anything."""

@@ -165,6 +165,7 @@ def test_trees_on_two_ranks_are_rows_on_one(model: Path, micro_step: MakeMicroSt
     same(expected, finished(process, tmp_path))
 
 
+@pytest.mark.pain(18)
 @pytest.mark.parametrize("ranks", ["two", "four"])
 def test_the_same_step_with_any_number_of_ranks(one: Played, ranks: str, request: pytest.FixtureRequest) -> None:
     """pains 18: one or many micro-steps, more or fewer trajectories than ranks, none trainable on a rank, none at all."""
@@ -219,6 +220,7 @@ def test_bfloat16_and_cells_that_meet(model: Path, steps: list[Step], tmp_path: 
     assert any(not torch.equal(m, resumed.parameters[n].float()) for n, m in resumed.masters.items()), "masters keep what bfloat16 cannot"
 
 
+@pytest.mark.pain(18)
 def test_cells_reduce_and_broadcast_rank_by_rank(model: Path, steps: list[Step], tmp_path: Path) -> None:
     """Two cells of two ranks, each with every other micro-step of a step: the core's update is that of one learner; both have its weights."""
     _store, address = open_store("127.0.0.1")

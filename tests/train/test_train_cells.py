@@ -47,6 +47,7 @@ def same(a: Cluster, b: Cluster, model: Path) -> None:
     assert max(float((x - y).abs().max()) for x, y in zip(start, a.final, strict=True)) > 1e-2, "weights that do not move prove nothing"  # type: ignore[attr-defined]
 
 
+@pytest.mark.pain(18, 30)
 @pytest.mark.parametrize(("mu", "groups"), [(1, 3), (2, 3), (3, 1), (2, 5)])
 def test_the_update_is_that_of_one_cell(tiny_model: Path, mu: int, groups: int) -> None:
     """pains 18, 30: 1, 2 and 4 cells, sizes that they do not divide, mu in 1, 2, 3: equal weights, and metrics of the whole step."""
@@ -67,6 +68,7 @@ def test_the_update_is_that_of_one_cell(tiny_model: Path, mu: int, groups: int) 
         }
 
 
+@pytest.mark.pain(18)
 def test_a_satellite_that_accumulated_nothing(tiny_model: Path) -> None:
     """It is in no manifest and no reduction, and gets the new weights all the same. A core with nothing updates with what the others have."""
 

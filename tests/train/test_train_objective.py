@@ -37,6 +37,7 @@ def gradient(loss: torch.Tensor, t: Tokens) -> list[float]:
     return found.tolist()
 
 
+@pytest.mark.pain(29)
 def test_dis_golden() -> None:
     """Region (0.5, 1.6): tokens 0 and 1 are inside.
 
@@ -56,6 +57,7 @@ def test_dis_drops_both_sides_whatever_the_sign() -> None:
     assert loss.tolist() == [0.0] * 4
 
 
+@pytest.mark.pain(29)
 def test_grpo_golden() -> None:
     """ε = 0.2: region [0.8, 1.2].
 
@@ -137,6 +139,7 @@ def same(a: tuple[float, list[list[float]]], b: tuple[float, list[list[float]]])
         assert mine == pytest.approx(theirs, abs=1e-6)
 
 
+@pytest.mark.pain(29)
 @pytest.mark.parametrize("name", published.REGIONS)
 def test_equal_to_what_trl_computed(name: str) -> None:
     """published.json: TRL 1.16's losses and gradients on random executions with gaps in their masks."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -71,6 +73,33 @@ def test_logprobs_are_those_of_a_plain_forward_pass(tiny_model: Path, micro_step
             assert got == pytest.approx([v for n in (5, 9, 14) for v in expected[n]], abs=1e-5)
 
 
+@pytest.mark.parametrize("tree", [False, True], ids=["rows", "tree"])
+def test_a_long_row_keeps_its_layers_inputs_alone(tiny_model: Path, micro_step: MakeMicroStep, tree: bool) -> None:
+    """The gradient is that of a row whose activations are all kept; what is kept is a small part of them."""
+    ids, mask, advantage, *_ = row(1, 60, 30, 1.0)
+    data = micro_step((ids, mask, advantage, 60, None, 0), (ids[:50] + [7] * 10, mask, advantage, 60, None, 0))
+    data = replace(data, trajectories=[msgspec.structs.replace(t, rollout_id="r") for t in data.trajectories])
+    one = learner(tiny_model)
+    kept, gradients = [], []
+    for kept_bytes in (0, 1):
+        policy = Policy(one.policy.model, tiny_model, 1.0, kept_bytes=kept_bytes, tree=tree)
+        (batch,) = micro_batches(data, 1000, policy.device, tree=tree)
+        assert (batch.tree is not None) == tree and (batch.ids_RT.numel() > policy.fits) == (kept_bytes == 1)
+        storages: dict[int, int] = {}
+
+        def pack(x: torch.Tensor, storages: dict[int, int] = storages) -> torch.Tensor:
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            stats = policy.token_stats(batch)
+        kept.append(sum(storages.values()))
+        loss = (stats.logprobs_N * batch.advantages_N).sum()
+        gradients.append(dict(zip(one.parameters, torch.autograd.grad(loss, list(one.parameters.values())), strict=True)))
+    same(*gradients)
+    assert kept[1] < 0.5 * kept[0], kept
+
+
 def test_batches_are_bounded_and_lose_nothing(micro_step: MakeMicroStep) -> None:
     data = micro_step(*[row(i, 5 + i, 2, 1.0) for i in range(10)], row(99, 40, 3, 0.0), row(98, 6, 0, 1.0))
     batches = list(micro_batches(data, 30, torch.device("cpu")))
@@ -79,6 +108,7 @@ def test_batches_are_bounded_and_lose_nothing(micro_step: MakeMicroStep) -> None
     assert [b.learns for b in batches].count(False) == 1  # the row without advantage is alone
 
 
+@pytest.mark.pain(17)
 @pytest.mark.parametrize("objective", ["dis", "grpo", "dapo", "dr_grpo", "cispo", "tis"])
 def test_split_of_an_execution_changes_no_gradient(tiny_model: Path, micro_step: MakeMicroStep, objective: str) -> None:
     """pains 17: execution A as one trajectory of 6 trainable tokens, or as k = 2 and 3 that share its path; B stays."""
@@ -94,6 +124,7 @@ def test_split_of_an_execution_changes_no_gradient(tiny_model: Path, micro_step:
         same(whole, gradient(tiny_model, micro_step(*map(part, cuts), other), executions=2, objective=objective))
 
 
+@pytest.mark.pain(17)
 def test_a_sequence_level_ratio_is_the_exception(tiny_model: Path, micro_step: MakeMicroStep) -> None:
     """Under gspo the halves of an execution have ratios of their own, and the gradient says so."""
     ids, mask, advantage, n, _, version = row(1, 12, 6, 0.5)
@@ -103,6 +134,7 @@ def test_a_sequence_level_ratio_is_the_exception(tiny_model: Path, micro_step: M
     assert any(not torch.allclose(whole[k], split[k], rtol=1e-2) for k in whole)
 
 
+@pytest.mark.pain(18)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_update_is_the_same_whoever_adds(tiny_model: Path, micro_step: MakeMicroStep, objective: str) -> None:
     """One cell alone, or two that share the micro-steps unevenly and sum: the core divides once, by the whole step's counts."""
@@ -138,6 +170,7 @@ def test_tokens_beyond_the_version_cap_bear_no_loss_and_are_counted(tiny_model: 
     assert step_metrics(capped.tally, stats_of(2), updated=True, grad_norm=1.0, lr=0.1, seconds={})["too_old_tokens"] == 2.0
 
 
+@pytest.mark.pain(18)
 def test_one_or_many_micro_steps(tiny_model: Path, micro_step: MakeMicroStep) -> None:
     """pains 18, in part: the same trajectories in one micro-step or in many, in large or small batches."""
     rows = [row(i, 6 + i, 2 + i % 3, (-1.0) ** i) for i in range(7)]
@@ -146,6 +179,7 @@ def test_one_or_many_micro_steps(tiny_model: Path, micro_step: MakeMicroStep) ->
     same(one, gradient(tiny_model, micro_step(*rows[:3]), micro_step(*rows[3:]), executions=7, micro_step_tokens=12))
 
 
+@pytest.mark.pain(17)
 def test_longer_execution_has_no_more_weight(tiny_model: Path, micro_step: MakeMicroStep) -> None:
     """The loss at ratio 1 is the mean over executions of -A·(mean log-prob), not over tokens."""
     one = learner(tiny_model)
@@ -157,6 +191,7 @@ def test_longer_execution_has_no_more_weight(tiny_model: Path, micro_step: MakeM
     assert one.tally.all_versions.max == pytest.approx(0.0, abs=1e-5)
 
 
+@pytest.mark.pain(28)
 def test_trainer_and_engine_differ(tiny_model: Path, micro_step: MakeMicroStep) -> None:
     """pains 28: mean and max, over all tokens and over those of the current version."""
     one = learner(tiny_model)
@@ -175,6 +210,7 @@ def test_trainer_and_engine_differ(tiny_model: Path, micro_step: MakeMicroStep) 
     assert one.tally.all_versions.max == pytest.approx(0.5, abs=1e-4)
 
 
+@pytest.mark.pain(29)
 @pytest.mark.parametrize("objective", ["dis", "grpo"])
 def test_forced_stale_batch_is_clipped(tiny_model: Path, micro_step: MakeMicroStep, objective: str) -> None:
     """pains 29: after updates at a large rate, the batch that was fresh is stale, and the clip fraction says so."""
@@ -203,6 +239,7 @@ def stats_of(executions: int) -> StepStats:
     )  # fmt: skip
 
 
+@pytest.mark.pain(18)
 def test_update_divides_once_clips_and_moves(tiny_model: Path, micro_step: MakeMicroStep) -> None:
     one = learner(tiny_model, clip_norm=1e-3)
     data = micro_step(row(1, 8, 4, 1.0), row(2, 8, 4, -0.5))
@@ -216,6 +253,7 @@ def test_update_divides_once_clips_and_moves(tiny_model: Path, micro_step: MakeM
     assert any(not torch.equal(before[n], p) for n, p in one.parameters.items())
 
 
+@pytest.mark.pain(23)
 def test_nothing_to_learn_from_changes_nothing(tiny_model: Path, micro_step: MakeMicroStep) -> None:
     """pains 23 at the optimizer: no graded execution, no trainable token, or no advantage (momentum must not drift)."""
     one = learner(tiny_model)
@@ -234,6 +272,7 @@ def test_nothing_to_learn_from_changes_nothing(tiny_model: Path, micro_step: Mak
     assert all(torch.equal(before[n], p) for n, p in one.parameters.items())
 
 
+@pytest.mark.pain(26)
 def test_gradient_that_is_not_finite_changes_nothing(tiny_model: Path, micro_step: MakeMicroStep) -> None:
     one = learner(tiny_model)
     before = {n: p.detach().clone() for n, p in one.parameters.items()}

@@ -105,6 +105,7 @@ def manifest(*cells: str, step: int = 1) -> w.Manifest:
     return w.Manifest(id="", term=1, step=step, entries=entries, stats=STATS, hash="h")
 
 
+@pytest.mark.pain(7)
 def test_a_snapshot_is_made_at_the_first_join_and_once() -> None:
     async def main() -> None:
         core = Core()
@@ -309,6 +310,7 @@ def offer(data: bytes, memory: str = "") -> w.StepOffer:
     return w.StepOffer(id="o", version=Version(1, 0), tensors=[], nbytes=len(data), checksum=checksum_of(data), memory=memory)
 
 
+@pytest.mark.pain(7)
 def test_a_pull_that_broke_off_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three chunks come and the core is away; at the next try of the same snapshot only the others are asked for."""
     monkeypatch.setattr("gyre.weights.transfer.PULLS_IN_FLIGHT", 1)
@@ -338,6 +340,7 @@ def test_a_pull_that_broke_off_goes_on_where_it_was(monkeypatch: pytest.MonkeyPa
     assert len(offsets) == 21 and len(set(offsets)) == 20, "only the chunk that was lost is asked for twice"
 
 
+@pytest.mark.pain(7)
 def test_shared_memory_needs_no_chunk_and_is_verified() -> None:
     shared = Shared(64)
     shared[:] = bytes(64)

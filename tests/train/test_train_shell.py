@@ -174,6 +174,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path / "model.safetensors")
 
 
+@pytest.mark.pain(28)
 def test_learns_what_is_rewarded(tiny_model: Path, tmp_path: Path) -> None:
     """A rewarded token becomes likely within a few steps; every step's numbers arrive; the last policy is published and saved."""
     engine, prompt, rewarded, steps = TinyEngine(tiny_model), [2, 3, 4], 7, 12
@@ -212,6 +213,7 @@ def test_learns_what_is_rewarded(tiny_model: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / f"step-{steps}" / "tokenizer.json").is_file()
 
 
+@pytest.mark.pain(23)
 def test_step_without_micro_steps_is_committed(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """pains 23: the second of three steps has nothing; it is counted, named and passed over."""
     engine, buffer = TinyEngine(tiny_model), TinyBuffer(lambda step: [] if step == 2 else fixed(step), 3)
@@ -227,6 +229,7 @@ def test_step_without_micro_steps_is_committed(tiny_model: Path, tmp_path: Path,
     assert all(torch.equal(one[k], two[k]) for k in one)
 
 
+@pytest.mark.pain(28)
 def test_alarm_when_trainer_and_engine_differ(tiny_model: Path, tmp_path: Path) -> None:
     """pains 28: log-probs that are not the current weights' raise an event."""
     buffer = TinyBuffer(fixed, 1)
@@ -278,6 +281,7 @@ def test_newer_core_ends_this_one(tiny_model: Path, tmp_path: Path, kind: type[m
         asyncio.run(live(setup_of(tmp_path / "run", tiny_model), buffer, TinyEngine(tiny_model)))
 
 
+@pytest.mark.pain(24)
 def test_stop_and_resume_give_the_same_weights(tiny_model: Path, tmp_path: Path) -> None:
     """Stopped in order after two steps of five, it saves; resumed under a new term it ends as an uninterrupted run does, bit for bit."""
     straight = TinyBuffer(fixed, 5)
@@ -294,6 +298,7 @@ def test_stop_and_resume_give_the_same_weights(tiny_model: Path, tmp_path: Path)
     assert all(torch.equal(a[k], b[k]) for k in a)
 
 
+@pytest.mark.pain(1)
 def test_no_engine_is_named(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(DeadlineExceeded, match="an engine"):
         asyncio.run(live(setup_of(tmp_path / "run", tiny_model, run__start_timeout_s=1.0), TinyBuffer(fixed, 1), None))

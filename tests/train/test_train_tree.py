@@ -142,6 +142,7 @@ def models() -> dict[str, Callable[[], Any]]:
     }
 
 
+@pytest.mark.pain(17)
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 def test_loss_and_gradient_are_those_of_rows(micro_step: MakeMicroStep, kind: str) -> None:
     """On random trees; under gspo too, whose trajectories stay what they are."""

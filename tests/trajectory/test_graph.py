@@ -89,6 +89,7 @@ def test_a_prompt_that_is_not_the_history_is_a_bug() -> None:
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
 
+@pytest.mark.pain(21)
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 8), st.booleans(), tokens, tokens, st.integers(0, 6)), min_size=1, max_size=12))
 def test_ancestors_are_the_prompt_whatever_is_inserted(steps: list[tuple[int, bool, list[int], list[int], int]]) -> None:
@@ -128,6 +129,7 @@ def test_ancestors_are_the_prompt_whatever_is_inserted(steps: list[tuple[int, bo
             assert context.setdefault(key, i) == i
 
 
+@pytest.mark.pain(10)
 def test_a_million_tokens_in_500_calls_take_bounded_memory() -> None:
     """pains 10: bytes per token are bounded, and no call costs more than its prompt's bytes joined and compared."""
     calls, new = 500, 2000

@@ -174,6 +174,7 @@ def check(seed: int) -> tuple[int, int]:
     return len(rows), len(got)
 
 
+@pytest.mark.pain(21)
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_random_executions(batch: int) -> None:
     n_calls = n_trajectories = 0

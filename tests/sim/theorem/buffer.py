@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from gyre.buffer.effects import Deliver, Drop, Effect, Log, Now, Put, Received, Reply, Store, Tick
+from gyre.buffer.effects import Deliver, Drop, Effect, Log, Now, Prune, Put, Received, Reply, Store, Tick
 from gyre.buffer.machine import Machine
 from gyre.buffer.queries import TaskSet
 from gyre.config import Config
@@ -149,6 +149,8 @@ class Buffer:
                         self.disk.payloads.append([bytes(f) for f in encode(message, arrays)])
                     case Log(kind, fields):
                         events.append(Event(now.mono, kind, msgspec.to_builtins(fields)))
+                    case Prune():  # a run here keeps all
+                        pass
                     case Reply() | Deliver():
                         outgoing.append(effect)
 
