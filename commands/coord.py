@@ -78,7 +78,7 @@ def main(cells: str | None, rule: str | None, ssh: str | None, steps: int | None
         cli.make_run_dir(setup.run_dir)
         from gyre.coord.claim import claimed
 
-        with claimed(setup.run_dir):
+        with claimed(setup.run_dir, bind):
             admitted, done = _held(setup.run_dir)
             if not resume and admitted:
                 raise UsageError("--run", f"{setup.run_dir} holds a run", "give --resume to go on with it, or another directory")

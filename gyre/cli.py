@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import faulthandler
 import gc
 import importlib.metadata
 import json
 import logging
 import os
-import signal
 import sys
 import time
 import traceback
@@ -243,7 +241,6 @@ def work(kind: str, options: dict[str, Any], flags: dict[str, Any], body: Callab
         s = setup(options, flags, kind)
         from gyre.net.worker import Worker
 
-        faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr)  # the coordinator asks for stacks when nothing progresses
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve the other processes of a shared machine
 
         async def main() -> int:

@@ -288,7 +288,7 @@ async def run(setup: Setup, worker: Worker, resume: bool = False) -> None:
         rows, counts = list(ledger.rows()), ledger.counts()
         if not resume and counts:
             raise UsageError(str(setup.run_dir), "holds a run already", "continue it with --resume, or give another --run")
-        machine = Machine(config, tasks, rows, now, setup.run_id, counts)
+        machine = Machine(config, tasks, rows, now, setup.run_id, counts, coordinated=setup.coord is not None)
         del rows
         name = setup.name or "buffer"
         server = Server.bind(

@@ -31,7 +31,7 @@ MAY: Final[dict[str, dict[str, Any]]] = {
         "rollout": w.WatchPolicy | w.PullChunk | w.PolicyLoaded,
         "train": w.WatchPolicy | w.PullChunk | w.PolicyLoaded | w.JoinStep | w.AttendStep,
     },
-    "coord": dict.fromkeys(("buffer", "sandbox", "rollout", "train"), _WORKER),
+    "coord": {**dict.fromkeys(("buffer", "sandbox", "rollout", "train"), _WORKER), "observer": w.AskStatus},
 }  # fmt: skip
 """Server, client: the messages, hellos aside."""
 
