@@ -21,7 +21,7 @@ def main(run_dir: Path | None, coord: str | None, keys: Path | None, stall: bool
     one picture. Without a coordinator, or when it has ended, what its directory says."""
 
     def run() -> None:
-        cli.start_logging("error" if options["log_level"] == "info" else options["log_level"], options["json_logs"])
+        cli.start_logging("warning" if options["log_level"] == "info" else options["log_level"], options["json_logs"])
         import asyncio
 
         from rich.console import Console

@@ -121,6 +121,7 @@ class Shell:
         self._heard_at = time.monotonic()
         self._status_at = 0.0
         self._failed_at = 0.0
+        worker.server = server
 
     async def run(self) -> None:
         """Serve until the run is over, it fails (`WorkFailed`), or the process is told to stop."""
@@ -233,6 +234,8 @@ class Shell:
                     assert current is not None and isinstance(current[0], RolloutEnded)
                     self._ledger.store(row, current[0], current[1])
                 case Log(kind, fields, cause, proc):
+                    if kind == "step":
+                        self._worker.stats = fields["stats"]
                     seq = self._ledger.next_seq
                     self._ledger.next_seq += 1
                     event = Event(seq=seq, t_wall=now.wall, t_mono=now.mono, proc=proc or "buffer", cause=cause, kind=kind, fields=fields)
@@ -259,7 +262,7 @@ class Shell:
                 s.seen, s.next_at = self._machine.revision, now.mono + s.min_interval_s
         if now.mono - self._status_at > 1.0:
             self._status_at = now.mono
-            c = counters or self._machine.counters()
+            c = self._worker.counters = counters or self._machine.counters()
             self._worker.status("working", f"step {c.step}/{c.total_steps}", water_level=c.water_level, groups_open=c.groups_open)
 
     def _over(self) -> bool:

@@ -88,6 +88,8 @@ class Coordinator:
             self.bind, ToCoord, kind="coord", name="coord", run_id=self.setup.run_id, insecure=self.setup.config.net.insecure, keys=self.setup.keys
         )
         (self.setup.run_dir / "run.toml").write_text(self.setup.resolved.toml(), encoding="utf-8")  # not before the run is ours alone
+        if self.setup.metrics_port is not None:
+            self.window.serve(self.setup.metrics_port, self.server)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)

@@ -1,10 +1,11 @@
-"""What the coordinator lets others see of a run: on its own terminal, as lines in a pipe, and to whoever asks (gyre-top)."""
+"""What the coordinator lets others see of a run: on its own terminal, as lines in a pipe, and to whoever asks (gyre-top, Prometheus)."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, Final
 
 import click
@@ -13,7 +14,7 @@ from rich.live import Live
 
 from gyre.coord.launch import Plan
 from gyre.events import Event, encode
-from gyre.net.sockets import mint
+from gyre.net.sockets import Server, mint
 from gyre.report.live import RunView
 from gyre.wire.messages import AskStatus, ProcessStatus, RunStatus
 
@@ -51,6 +52,19 @@ class Window:
     def said(self) -> dict[str, str]:
         """What each process last said of itself."""
         return {name: f"{p.phase} {p.role} {p.detail}".strip() for name, p in self.view.processes.items()}
+
+    def serve(self, port: int, server: Server) -> None:
+        """Metrics of all processes and of the run. Raises `UsageError`."""
+        from gyre.report import metrics
+
+        def read() -> Iterable[metrics.Sample]:
+            view, gauges = self.view, {"refused": float(server.refused), "strangers": float(server.strangers)}
+            own = ProcessStatus(name="coord", kind="coord", phase="working", gauges=gauges)
+            for process in [own, *view.processes.values()]:
+                yield from metrics.of_process(process)
+            yield from metrics.of_run(view.counters, view.steps[-1] if view.steps else {})
+
+        metrics.serve(port, read)
 
     def draw(self, *, last: bool = False) -> None:
         if self._live is None:

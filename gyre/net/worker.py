@@ -22,10 +22,10 @@ from types import TracebackType
 from typing import Any, Final
 
 from gyre.net.keys import Keys
-from gyre.net.sockets import Client, mint
+from gyre.net.sockets import Client, Server, mint
 from gyre.types import Version
 from gyre.wire.codec import Arrays
-from gyre.wire.messages import FromCoord, Message, Routes, SetRole, Stop, WorkerStatus
+from gyre.wire.messages import Counters, FromCoord, Message, ProcessStatus, Routes, SetRole, Stop, WorkerStatus
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,9 @@ class Worker:
         self.routes: Routes | None = None  # the newest route table, for gyre-sandbox
         self.cell = self.address = self.role = ""
         self.version: Version | None = None
+        self.server: Server | None = None  # its own, if it has one
+        self.counters: Counters | None = None  # the buffer's, for its metrics
+        self.stats: dict[str, Any] = {}  # of the last step; likewise
         self._coord, self._run_id = coord, run_id
         self._client: Client | None = None
         self._status: tuple[str, str, dict[str, float]] = ("starting", "", {})
@@ -61,13 +64,22 @@ class Worker:
         if changed:
             self._send()
 
+    def seen(self) -> ProcessStatus:
+        """What it last said, as its coordinator would know it."""
+        phase, detail, gauges = self._status
+        if self.server is not None:
+            gauges = {**gauges, "refused": self.server.refused, "strangers": self.server.strangers}
+        return ProcessStatus(
+            name=self.name, kind=self.kind, phase=phase, detail=detail, cell=self.cell, role=self.role, gauges=gauges, version=self.version
+        )  # fmt: skip
+
     def _send(self) -> None:
         if self._client is not None:
-            phase, detail, gauges = self._status
+            seen = self.seen()
             epoch = self.order.epoch if self.order is not None else 0
             self._client.send(
                 WorkerStatus(
-                    id=mint(), phase=phase, detail=detail, gauges=gauges,
+                    id=mint(), phase=seen.phase, detail=seen.detail, gauges=seen.gauges,
                     cell=self.cell, address=self.address, role=self.role, epoch=epoch, version=self.version,
                 )
             )  # fmt: skip

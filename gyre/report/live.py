@@ -181,7 +181,11 @@ class RunView:
             phase = self.cells.get(cell, "")
             engine = next((p for p in parts if p.kind == "rollout"), None)
             well = [p for p in parts if p.phase in ("ready", "working")]
-            ill = [Text.assemble((f"{p.name} {p.phase} ", _PHASES.get(p.phase, "white")), p.detail) for p in parts if p not in well]
+            ill = [
+                Text.assemble((f"{p.name} {p.phase}", _PHASES.get(p.phase, "white")), f" {p.detail}" if p.detail else "")
+                for p in parts
+                if p not in well
+            ]
             does = ill or [Text(p.detail or p.role) for p in well if (p.kind == "train") == (phase == "train") and (p.detail or p.role)]
             yield Text(cell, style="bold"), Text(phase.replace("_", " "), style=_ROLES.get(phase, "yellow")), *_numbers(engine), Text("; ").join(does)
         for p in others:
@@ -189,10 +193,10 @@ class RunView:
 
     @staticmethod
     def _cells(rows: list[tuple[Text, ...]], n: int) -> Table:
-        made = Table(box=None, header_style="grey50", padding=(0, 2, 0, 0), pad_edge=False)
+        made = Table(box=None, header_style="grey50", padding=(0, 2, 0, 0), pad_edge=False, expand=True)
         for title in ("cell", "is", *_NUMBERS):
-            made.add_column(title, justify="right" if title in _NUMBERS else "left", no_wrap=True)
-        made.add_column("does", no_wrap=True, overflow="ellipsis")
+            made.add_column(title, justify="right" if title in _NUMBERS else "left", no_wrap=True, max_width=24)
+        made.add_column("does", no_wrap=True, overflow="ellipsis", ratio=1)
         for row in rows if len(rows) <= n else rows[: n - 1]:
             made.add_row(*(Text(plain(text.plain).replace("\n", " "), style=text.style, spans=text.spans) for text in row))
         if len(rows) > n:
