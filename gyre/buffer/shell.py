@@ -22,6 +22,7 @@ from gyre.buffer.effects import Deliver, Drop, Effect, Log, Now, Put, Received, 
 from gyre.buffer.ledger import Ledger
 from gyre.buffer.machine import Machine
 from gyre.buffer.queries import load_task_set
+from gyre.buffer.readers import Readers
 from gyre.cli import Setup
 from gyre.config import Config
 from gyre.errors import UsageError, WorkFailed
@@ -31,7 +32,7 @@ from gyre.net.worker import Worker
 from gyre.trajectory.flatten import flatten, offsets
 from gyre.wire import payload
 from gyre.wire.codec import Arrays
-from gyre.wire.messages import Counters, Events, LeaseTickets, Message, Refuse, RolloutEnded, Subscribe, Tickets, ToBuffer
+from gyre.wire.messages import AskRecords, Counters, Events, LeaseTickets, Message, Refuse, RolloutEnded, Subscribe, Tickets, ToBuffer
 from gyre.wire.rows import RolloutRow, Row
 from gyre.wire.segments import Place
 
@@ -122,6 +123,7 @@ class Shell:
         self._status_at = 0.0
         self._failed_at = 0.0
         worker.server = server
+        self._readers = Readers(ledger.run_dir, server)
 
     async def run(self) -> None:
         """Serve until the run is over, it fails (`WorkFailed`), or the process is told to stop."""
@@ -136,6 +138,7 @@ class Shell:
             for task in (serving, stopping, pumping):
                 task.cancel()
             await asyncio.gather(serving, stopping, pumping, return_exceptions=True)
+            self._readers.close()
 
     def _receive(self, peer: Peer, message: Message, arrays: Arrays) -> Awaitable[None] | None:
         self._inbox.append((peer, message, arrays))
@@ -199,6 +202,9 @@ class Shell:
 
     def _take(self, batch: Batch, peer: Peer, message: Message, arrays: Arrays, now: Now) -> None:
         versions = None
+        if isinstance(message, AskRecords):
+            self._readers.take(peer, message)
+            return
         if isinstance(message, Subscribe):
             while len(self._subscribers) >= _SUBSCRIBERS:
                 self._subscribers.pop(next(iter(self._subscribers)))

@@ -342,6 +342,28 @@ class Events(Message, frozen=True, kw_only=True):
     lines: list[str]
 
 
+class AskRecords(Message, frozen=True, kw_only=True):
+    """An observer asks for records of the run, as gyre-dump's options choose them, after the first `have`. Answered by `Records` or `Refuse`."""
+
+    kind: str
+    first_step: int | None = None
+    last_step: int | None = None
+    group_id: str | None = None
+    rollout_id: str | None = None
+    evaluation: bool = False
+    tokens: bool = True
+    redact_system: bool = False
+    have: int = 0
+
+
+class Records(Message, frozen=True, kw_only=True):
+    """Records: `data` is one MessagePack array of maps. `done`: there are no more."""
+
+    ARRAYS: ClassVar[dict[str, str]] = {"data": "u8"}
+
+    done: bool
+
+
 # --- gyre-sandbox (gateway) <-> gyre-rollout ---------------------------------------------------------------------------------------------
 
 
@@ -636,11 +658,11 @@ class SetRole(Message, frozen=True, kw_only=True):
 ToBuffer = (
     Hello | Note | LeaseTickets | RenewLeases | GradingStarted | RolloutEnded
     | AcquireTerm | ClaimMicroStep | RenewClaims | Accumulated | SealStep | VoidIncarnations | CommitStep | Published | CheckpointSaved
-    | Subscribe
+    | Subscribe | AskRecords
 )  # fmt: skip
 FromBuffer = (
     Welcome | Refuse | HelloRequired | Ack | Tickets | LeasesRenewed
-    | TermGranted | MicroStepClaimed | NothingToClaim | Manifest | Counters | Events
+    | TermGranted | MicroStepClaimed | NothingToClaim | Manifest | Counters | Events | Records
 )  # fmt: skip
 ToRollout = Hello | Generate | Abort | Ping
 FromRollout = Welcome | Refuse | HelloRequired | Generated | EngineRefuse | Pong

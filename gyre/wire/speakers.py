@@ -24,7 +24,7 @@ MAY: Final[dict[str, dict[str, Any]]] = {
         "train": w.AcquireTerm | w.ClaimMicroStep | w.RenewClaims | w.Accumulated | w.SealStep | w.VoidIncarnations | w.CommitStep
         | w.Published | w.CheckpointSaved | w.Subscribe | w.Note,
         "coord": w.Subscribe | w.Note,
-        "observer": w.Subscribe,
+        "observer": w.Subscribe | w.AskRecords,
     },
     "rollout": {"sandbox": w.Generate | w.Abort | w.Ping, "observer": w.Ping},
     "train": {
