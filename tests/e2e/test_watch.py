@@ -42,6 +42,14 @@ class Terminal:
         os.close(inner)
         self.seen = b""
 
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait(30)
+        os.close(self._fd)
+
     def read(self) -> str:
         while select.select([self._fd], [], [], 0)[0]:
             try:
@@ -107,22 +115,22 @@ def test_beside_a_run_and_after_it(run: Run) -> None:
     coord = run.start("coord", "--cells", str(run.folder / "hosts.txt"), "--metrics-port", str(port))
     run.until(lambda: (run.dir / "events.jsonl").exists() and '"kind":"step"' in (run.dir / "events.jsonl").read_text(), "the first step")
     check_metrics(port)
-    screen = Terminal(run.dir)
-    frame = top(run.dir)
-    for shown in ("gyre run", "water level", "staleness predicted 1.00", "tokens/s", "core ", "side ", "box ", "rollout"):
-        assert shown in frame, frame
-    address = (run.dir / "coord.pid").read_text().rpartition(" at ")[2].strip()
-    assert "water level" in top("--coord", address, columns=120)
-    assert coord.wait(DEADLINE_S) == 0, run.log("coord")
+    with Terminal(run.dir) as screen:
+        frame = top(run.dir)
+        for shown in ("gyre run", "water level", "staleness predicted 1.00", "tokens/s", "core ", "side ", "box ", "rollout"):
+            assert shown in frame, frame
+        address = (run.dir / "coord.pid").read_text().rpartition(" at ")[2].strip()
+        assert "water level" in top("--coord", address, columns=120)
+        assert coord.wait(DEADLINE_S) == 0, run.log("coord")
 
-    end = time.monotonic() + 60
-    while screen.process.poll() is None and time.monotonic() < end:
-        screen.read()
-        time.sleep(0.1)
-    assert screen.process.wait(1) == 0, "it ends with the run"
-    frames = screen.frames()
+        end = time.monotonic() + 60
+        while screen.process.poll() is None and time.monotonic() < end:
+            screen.read()
+            time.sleep(0.1)
+        assert screen.process.wait(1) == 0, "it ends with the run"
+        frames, ended = screen.frames(), screen.read()
     assert len(frames) >= 2 and all(len(lines) <= 24 and max(map(len, lines)) <= 80 for lines in frames[:-1]), frames
-    assert "\x1b[?1049l" in screen.read(), "the terminal is as it was"
+    assert "\x1b[?1049l" in ended, "the terminal is as it was"
     after = top(run.dir)
     assert "finished after" in after and "32 consumed" in after and "step 4/4" in after, after
     assert subprocess.run([sys.executable, "-m", "gyre_commands.top", "--stall", str(run.dir)], capture_output=True, text=True,
