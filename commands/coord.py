@@ -25,6 +25,7 @@ RELOAD_S = 30.0
 @click.option("--steps", type=int, help="Optimizer steps of the run (train.steps).")
 @click.option("--resume", is_flag=True, help="Go on with the run that the run directory holds.")
 @click.option("--reload", "reload", is_flag=True, help="Have the running coordinator of --run read its hosts file again, and say what came of it.")
+@cli.metrics_port
 @click.option("--dry-run", is_flag=True, help="Print the command of each process and exit.")
 def main(cells: str | None, rule: str | None, ssh: str | None, steps: int | None, resume: bool, reload: bool, dry_run: bool, **options: Any) -> None:
     """Launch all processes of hosts.txt, show the run, and end when every one of them has ended.
@@ -78,7 +79,7 @@ def main(cells: str | None, rule: str | None, ssh: str | None, steps: int | None
         cli.make_run_dir(setup.run_dir)
         from gyre.coord.claim import claimed
 
-        with claimed(setup.run_dir):
+        with claimed(setup.run_dir, bind):
             admitted, done = _held(setup.run_dir)
             if not resume and admitted:
                 raise UsageError("--run", f"{setup.run_dir} holds a run", "give --resume to go on with it, or another directory")

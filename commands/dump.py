@@ -29,7 +29,7 @@ def _parse(text: str, id_prefix: str) -> dict[str, Any]:
 
 @click.command()
 @cli.common(run=False)
-@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("source", metavar="RUN_DIR|ADDRESS")
 @click.option("--kind", type=click.Choice(KINDS), default="trajectories", show_default=True, help="What to dump.")
 @click.option(
     "--format",
@@ -48,12 +48,14 @@ def _parse(text: str, id_prefix: str) -> dict[str, Any]:
 @click.option("--no-tokens", is_flag=True, help="Leave out token arrays.")
 @click.option("--redact-system", is_flag=True, help="Leave out what system messages say: the harness's prompt and its tools.")
 @click.option("--count", is_flag=True, help="Print only the number of records.")
+@click.option("--keys", metavar="DIR", type=click.Path(path_type=Path), help="Keys of the run (net.keys), for an address.")
 @click.option("--follow", is_flag=True, help="Go on with each step as it is committed, until the run is finished.")
 def main(
-    run_dir: Path, kind: str, form: str, output: Path | None, steps: str | None, group: str | None, rollout: str | None, evaluation: bool,
-    fields: str | None, no_tokens: bool, redact_system: bool, count: bool, follow: bool, **options: Any,
+    source: str, kind: str, form: str, output: Path | None, steps: str | None, group: str | None, rollout: str | None, evaluation: bool,
+    fields: str | None, no_tokens: bool, redact_system: bool, count: bool, keys: Path | None, follow: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Write a run's records, one after the other: trajectories with their tokens, or what else --kind names. A run under way can be read."""
+    """Write a run's records, one after the other: trajectories with their tokens, or what else --kind names. A run under way can be read, from
+    another host by the address of its gyre-buffer (tcp://HOST:PORT)."""
 
     def run() -> None:
         cli.start_logging(options["log_level"], options["json_logs"])
@@ -65,10 +67,25 @@ def main(
         first, last = dump.parse_steps(steps)
         if output is not None:
             cli.writable(output)
+        shape = "count" if count else form
+        if source.startswith(("tcp://", "ipc://")):
+            from gyre.net.endpoints import check_peer
+            from gyre.net.keys import load
+            from gyre.report.remote import Remote
+            from gyre.wire.messages import AskRecords
+
+            dump.check_remote(form)
+            asked = AskRecords(
+                id="", kind=kind, first_step=first, last_step=last, group_id=group, rollout_id=rollout, evaluation=evaluation,
+                tokens=not no_tokens, redact_system=redact_system,
+            )  # fmt: skip
+            with Remote(check_peer("ADDRESS", source), load(keys, "observer") if keys is not None else None) as remote:
+                dump.write((remote.follow if follow else remote.records)(asked), output, shape, names, None, _parse, flush=follow)
+            return
         selection = Selection(first_step=first, last_step=last, group_id=group, rollout_id=rollout, evaluation=evaluation)
-        with RunReader(run_dir, redact_system=redact_system) as reader:
+        with RunReader(Path(source), redact_system=redact_system) as reader:
             found = (dump.follow if follow else dump.records)(reader, kind, selection, tokens=not no_tokens)
-            dump.write(found, output, "count" if count else form, names, reader, _parse, flush=follow)
+            dump.write(found, output, shape, names, reader, _parse, flush=follow)
 
     cli.guarded(run)
 

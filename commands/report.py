@@ -9,7 +9,7 @@ import click
 
 from gyre import cli
 
-FIGURES = ["roles", "burst", "slots", "staleness", "speedup", "learning", "durations"]
+FIGURES = ["roles", "water", "burst", "slots", "staleness", "speedup", "learning", "durations"]
 
 
 @click.command()
@@ -21,9 +21,8 @@ FIGURES = ["roles", "burst", "slots", "staleness", "speedup", "learning", "durat
 @click.option("--figure", "figures", multiple=True, type=click.Choice(FIGURES), help="Only this figure; repeatable.")
 @click.option("--burst", type=click.IntRange(min=1), help="Draw this burst; default: one in which many cells turned.")
 def main(run_dirs: tuple[Path, ...], form: str, output: Path | None, figures: tuple[str, ...], burst: int | None, **options: Any) -> None:
-    """Draw runs: roles of the cells, a burst, slots, staleness, speed-up of the first run over the others,
-    gradient norm and score, durations; and print what
-    became of them: steps, reward, evaluation, counts, seconds. A run under way can be read.
+    """Draw runs: roles of the cells, water level, a burst, slots, staleness, speed-up of the first run over the others, gradient norm and score,
+    durations; and print what became of them: steps, reward, evaluation, counts, seconds. A run under way can be read.
 
     With --format json, one run gives an object, several give a list. html, svg and png need the extra gyre[report].
     """

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import faulthandler
 import gc
 import importlib.metadata
 import json
 import logging
 import os
-import signal
 import sys
 import time
 import traceback
@@ -35,6 +33,12 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def metrics_port(f: F) -> F:
+    """The option of commands that run for long."""
+    words = "Serve Prometheus metrics at this port of the loopback (extra gyre[metrics])."
+    return click.option("--metrics-port", type=click.IntRange(1, 65535), metavar="PORT", help=words)(f)
+
+
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """What a process is told at its start: the run, its configuration, where its peers are. Addresses are never empty but `coord` and `bind`."""
 
@@ -49,6 +53,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     resolved: configuration.Resolved
     cell: str = ""  # engines and trainers: the cell they belong to, "" for one of the process's name
     keys: Keys | None = None
+    metrics_port: int | None = None
 
     @property
     def run_id(self) -> str:
@@ -84,6 +89,7 @@ def common(*, run: bool = True, addresses: tuple[str, ...] = (), named: str | No
     if named is not None:
         options.append(click.option("--name", default=named, help="Name of this process in its run; default: its cell's."))
         options.append(click.option("--cell", default="", help="Name of the cell it belongs to; default: its own."))
+        options.append(metrics_port)
     options += [
         click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True),
         click.option("--json-logs", is_flag=True, help="Log JSON lines."),
@@ -158,6 +164,7 @@ def setup(options: dict[str, Any], flags: dict[str, Any] | None = None, kind: st
         resolved=resolved,
         cell=options.get("cell") or "",
         keys=keys,
+        metrics_port=options.get("metrics_port"),
     )
 
 
@@ -177,6 +184,7 @@ EXTRAS = {
     **dict.fromkeys(("h11", "jinja2", "tokenizers", "pyseccomp"), "sandbox"),
     "matplotlib": "report",
     "pyarrow": "dump",
+    "prometheus_client": "metrics",
     "vllm": "vllm",
 }
 """Packages that the base installation lacks, and the extra that brings each."""
@@ -243,12 +251,15 @@ def work(kind: str, options: dict[str, Any], flags: dict[str, Any], body: Callab
         s = setup(options, flags, kind)
         from gyre.net.worker import Worker
 
-        faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr)  # the coordinator asks for stacks when nothing progresses
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve the other processes of a shared machine
 
         async def main() -> int:
             grace_s = s.config.run.coord_grace_s
             async with Worker(s.coord, kind=kind, name=s.name or kind, run_id=s.run_id, grace_s=grace_s, keys=s.keys) as worker:
+                if s.metrics_port is not None:
+                    from gyre.report import metrics
+
+                    metrics.serve(s.metrics_port, lambda: [*metrics.of_process(worker.seen()), *metrics.of_run(worker.counters, worker.stats)])
                 await body(s, worker)
             return worker.exit_code
 

@@ -36,7 +36,7 @@ class Run(Table, frozen=True, kw_only=True):
     """The run as a whole."""
 
     seed: Annotated[int, _doc("Every random draw of the run derives from it.", ge=0)] = 0
-    stall_s: Annotated[float, _doc("No progress for so long: the buffer logs who waits for whom.", gt=0)] = 300.0
+    stall_s: Annotated[float, _doc("No progress for so long, loading aside: an event `stall` says who waits for whom.", gt=0)] = 300.0
     max_infra_failures: Annotated[int, _doc("So many infrastructure failures in a row end the run with exit 1.", ge=1)] = 20
     coord_grace_s: Annotated[float, _doc("A worker that was launched and hears no coordinator for so long ends in order.", gt=0)] = 600.0
     start_timeout_s: Annotated[float, _doc("How long a process waits for its peers at start.", gt=0)] = 180.0

@@ -46,6 +46,11 @@ def encode(event: Event) -> str:
     return _encoder.encode(event).decode()
 
 
+def decode(line: str) -> Event:
+    """The event of a line. Raises `msgspec.MsgspecError`."""
+    return _decoder.decode(line)
+
+
 class EventWriter:
     """Appends lines; knows the last sequence number in the file. Raises `UsageError` when the last line is no event."""
 

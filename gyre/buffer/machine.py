@@ -28,10 +28,12 @@ class Machine:
     """See the module. Raises `UsageError` for a configuration that cannot work."""
 
     def __init__(
-        self, config: Config, tasks: TaskSet, rows: Iterable[Row], now: Now, run_id: str = "", counts: Mapping[RolloutState, int] | None = None
-    ) -> None:
+        self, config: Config, tasks: TaskSet, rows: Iterable[Row], now: Now, run_id: str = "", counts: Mapping[RolloutState, int] | None = None,
+        coordinated: bool = False,
+    ) -> None:  # fmt: skip
         self.state = State(config, tasks, rows, now, run_id, counts)
         self._stall_logged_at = now.mono
+        self._coordinated = coordinated
 
     def start(self, now: Now) -> list[Effect]:
         """First effects of a life: the meta row, and what the run will be."""
@@ -99,7 +101,8 @@ class Machine:
                 commit.on_checkpoint(s, now, to, m)
             case w.Note() as m:
                 if s.replies.get(m.id) is None:
-                    s.emit(Log(m.event, m.fields, m.cause, e.holder))
+                    fields = {**m.fields, **self._standstill(now)} if m.event == "stall" else m.fields
+                    s.emit(Log(m.event, fields, m.cause, e.holder))
                     s.remember(m.id, w.Ack(id="", cause=m.id))
                 s.reply(to, w.Ack(id="", cause=m.id))
             case other:
@@ -142,7 +145,7 @@ class Machine:
         s = self.state
         claims = () if s.sealed else s.claims.values()
         times = [*s.leases.values(), *claims, *(p.deadline for p in s.polls.values())]
-        times.append(max(s.progress_at, self._stall_logged_at) + s.config.run.stall_s)
+        times.append(self._stall_at())
         return min(times, default=None)
 
     @property
@@ -207,12 +210,25 @@ class Machine:
             found.append({"who": "buffer", "for": f"a sandbox for {s.counts[RolloutState.QUEUED]} tickets", "since_s": now.mono - s.progress_at})
         return found
 
-    def _watch(self, now: Now) -> None:
-        """No progress for `run.stall_s`: say who waits for whom."""
+    def _stall_at(self) -> float:
+        """When to speak of a stall if nothing progresses. A coordinator, which knows who loads and has everybody's stacks, is to speak first; where
+        a publication is due, a trainer or an engine may be loading."""
         s = self.state
-        if now.mono < max(s.progress_at, self._stall_logged_at) + s.config.run.stall_s:
-            return
+        loading = self._coordinated or s.publication_due or not s.meta.publications
+        return max(s.progress_at, self._stall_logged_at) + s.config.run.stall_s + (s.config.run.start_timeout_s if loading else 0.0)
+
+    def _standstill(self, now: Now) -> dict[str, Any]:
+        """What this process knows of a stall; the next is spoken of only when as much time has passed again."""
+        s = self.state
         self._stall_logged_at = now.mono
-        if not s.finished:
-            counts = {k.value: v for k, v in s.counts.items()}
-            s.log("stall", idle_s=now.mono - s.progress_at, counts=counts, step=s.meta.committed, waits=self.waits(now))
+        counts = {k.value: v for k, v in s.counts.items()}
+        return {
+            "idle_s": now.mono - s.progress_at, "counts": counts, "step": s.meta.committed, "term": s.meta.term, "groups_open": len(s.open),
+            "groups_ready": len(s.ready), "groups_taken": len(s.taken), "waits": self.waits(now),
+        }  # fmt: skip
+
+    def _watch(self, now: Now) -> None:
+        if now.mono >= self._stall_at():
+            fields = self._standstill(now)
+            if not self.state.finished:
+                self.state.log("stall", **fields)

@@ -22,6 +22,7 @@ from gyre.buffer.effects import Deliver, Drop, Effect, Log, Now, Prune, Put, Rec
 from gyre.buffer.ledger import Ledger
 from gyre.buffer.machine import Machine
 from gyre.buffer.queries import load_task_set
+from gyre.buffer.readers import Readers
 from gyre.cli import Setup
 from gyre.config import Config
 from gyre.errors import UsageError, WorkFailed
@@ -31,7 +32,7 @@ from gyre.net.worker import Worker
 from gyre.trajectory.flatten import flatten, offsets
 from gyre.wire import payload
 from gyre.wire.codec import Arrays
-from gyre.wire.messages import Counters, Events, LeaseTickets, Message, Refuse, RolloutEnded, Subscribe, Tickets, ToBuffer
+from gyre.wire.messages import AskRecords, Counters, Events, LeaseTickets, Message, Refuse, RolloutEnded, Subscribe, Tickets, ToBuffer
 from gyre.wire.rows import RolloutRow, Row
 from gyre.wire.segments import Place
 
@@ -131,6 +132,8 @@ class Shell:
         self._heard_at = time.monotonic()
         self._status_at = 0.0
         self._failed_at = 0.0
+        worker.server = server
+        self._readers = Readers(ledger.run_dir, server)
 
     async def run(self) -> None:
         """Serve until the run is over, it fails (`WorkFailed`), or the process is told to stop."""
@@ -145,6 +148,7 @@ class Shell:
             for task in (serving, stopping, pumping):
                 task.cancel()
             await asyncio.gather(serving, stopping, pumping, return_exceptions=True)
+            self._readers.close()
 
     def _receive(self, peer: Peer, message: Message, arrays: Arrays) -> Awaitable[None] | None:
         self._inbox.append((peer, message, arrays))
@@ -210,6 +214,9 @@ class Shell:
 
     def _take(self, batch: Batch, peer: Peer, message: Message, arrays: Arrays, now: Now) -> None:
         versions = None
+        if isinstance(message, AskRecords):
+            self._readers.take(peer, message)
+            return
         if isinstance(message, Subscribe):
             while len(self._subscribers) >= _SUBSCRIBERS:
                 self._subscribers.pop(next(iter(self._subscribers)))
@@ -246,6 +253,8 @@ class Shell:
                 case Prune(step):
                     batch.prune = step
                 case Log(kind, fields, cause, proc):
+                    if kind == "step":
+                        self._worker.stats = fields["stats"]
                     seq = self._ledger.next_seq
                     self._ledger.next_seq += 1
                     event = Event(seq=seq, t_wall=now.wall, t_mono=now.mono, proc=proc or "buffer", cause=cause, kind=kind, fields=fields)
@@ -272,7 +281,7 @@ class Shell:
                 s.seen, s.next_at = self._machine.revision, now.mono + s.min_interval_s
         if now.mono - self._status_at > 1.0:
             self._status_at = now.mono
-            c = counters or self._machine.counters()
+            c = self._worker.counters = counters or self._machine.counters()
             self._worker.status("working", f"step {c.step}/{c.total_steps}", water_level=c.water_level, groups_open=c.groups_open)
 
     def _over(self) -> bool:
@@ -301,7 +310,7 @@ async def run(setup: Setup, worker: Worker, resume: bool = False) -> None:
         rows, counts = list(ledger.rows()), ledger.counts()
         if not resume and counts:
             raise UsageError(str(setup.run_dir), "holds a run already", "continue it with --resume, or give another --run")
-        machine = Machine(config, tasks, rows, now, setup.run_id, counts)
+        machine = Machine(config, tasks, rows, now, setup.run_id, counts, coordinated=setup.coord is not None)
         del rows
         name = setup.name or "buffer"
         server = Server.bind(

@@ -9,7 +9,7 @@ Invariants
   A slow start is no failure: once it said hello, a process may load for as long as it says that it lives.
 - The ranks of a cell's further hosts say nothing. They end with the cell's trainer, and are started again whatever they ended of.
 - A process that falls silent is lost after `silent_s`, and killed, hence started again, after `stall_s`. When nothing progresses for `stall_s`, the
-  stacks of all are dumped, once.
+  stacks of all are dumped, once. Time in which a process loads, or is to be started again, is no stall; it may take `start_timeout_s`.
 
 Not here: what a cell is (roles.py).
 """
@@ -50,6 +50,7 @@ class Process(msgspec.Struct, kw_only=True):
     since: float = 0.0
     pressed: int = 0  # how hard it was asked to go: 0 not, 1 told, 2 terminated, 3 killed
     worked: bool = False  # ever
+    loads_since: float | None = None  # None: it is through its start
     deaths: int = 0  # in a row
     heard_at: float = 0.0
     silent: bool = False
@@ -178,6 +179,7 @@ class Machine:
                 if p.phase is Phase.STARTING:
                     p.phase, p.since = Phase.UP, now
                 p.heard_at, p.silent, p.worked = now, False, p.worked or worked
+                p.loads_since = None if worked else now if p.loads_since is None else p.loads_since
             case Exited(name, code):
                 self._exited(now, self.processes[name], code)
             case StepsDone():
@@ -228,10 +230,17 @@ class Machine:
                 pass
 
     def _watch(self, now: float) -> None:
+        if any(self._loads(now, p) for p in self.processes.values()):
+            self._progress_at = now
         idle_s = now - self._progress_at
         if idle_s > self._stall_s and not self._dumped and self.ending is None:
             self._dumped = True
             self._effects.append(Dump(tuple(p.name for p in self.processes.values() if p.phase is Phase.UP), idle_s))
+
+    def _loads(self, now: float, p: Process) -> bool:
+        if p.phase is Phase.UP:
+            return p.loads_since is not None and now - p.loads_since <= self._start_timeout_s
+        return p.phase in (Phase.STARTING, Phase.WAITING)
 
     @staticmethod
     def _pause_s(p: Process) -> float:

@@ -126,9 +126,9 @@ class Roles:
             known=self._known(now) if self._known is not None else None,
         )  # fmt: skip
 
-    def waits(self) -> list[str]:
-        """For whom each turning cell waits."""
-        return [text for c in self.cells.values() if (text := self._waits_for(c))]
+    def waits(self, now: float) -> list[str]:
+        """For whom each turning cell waits, and since when."""
+        return [f"{text}, for {now - c.since:.0f} s" for c in self.cells.values() if (text := self._waits_for(c))]
 
     # --- phases ---------------------------------------------------------------------------------------------------------------------------
 

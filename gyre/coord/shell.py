@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -20,8 +19,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, assert_never
 
 import click
-from rich.console import Console
-from rich.live import Live
 
 from gyre.cli import Setup
 from gyre.coord import cells as r
@@ -31,17 +28,18 @@ from gyre.coord.launch import Plan, cells
 from gyre.coord.launcher import Child, Launcher
 from gyre.coord.level import level
 from gyre.coord.roles import Roles
+from gyre.coord.stacks import stacks
+from gyre.coord.window import Window
 from gyre.errors import DeadlineExceeded, GyreError, UsageError
+from gyre.events import decode
 from gyre.net.sockets import Client, Peer, Server, mint
-from gyre.report.live import RunView
 from gyre.rules.named import make_rule, parse_rule
 from gyre.wire.codec import Arrays
-from gyre.wire.messages import Ack, Counters, Events, FromBuffer, Message, Note, Routes, SetRole, Stop, Subscribe, ToCoord, WorkerStatus
+from gyre.wire.messages import Ack, AskStatus, Counters, Events, FromBuffer, Message, Note, Routes, SetRole, Stop, Subscribe, ToCoord, WorkerStatus
 
 log = logging.getLogger(__name__)
 
 _TICK_S: Final = 0.2
-_DRAW_S: Final = 1.0
 RELOADED: Final = "coord.reloaded"  # in the run directory: what came of the last one
 _SUBSCRIBE_S: Final = 2.0  # a buffer that was started again knows no subscribers
 
@@ -60,7 +58,7 @@ class Coordinator:
         self.plans = {p.name: p for p in plans}
         self.bind = bind
         self.logs = setup.run_dir / "logs"
-        self.view = RunView(setup.run_id)
+        self.window = Window(setup.run_id)
         self.launcher = Launcher(setup.run_dir, config.net.ssh, config.net.keys)
         self.children: dict[str, Child] = {}
         self.peers: dict[str, Peer] = {}
@@ -90,6 +88,8 @@ class Coordinator:
             self.bind, ToCoord, kind="coord", name="coord", run_id=self.setup.run_id, insecure=self.setup.config.net.insecure, keys=self.setup.keys
         )
         (self.setup.run_dir / "run.toml").write_text(self.setup.resolved.toml(), encoding="utf-8")  # not before the run is ours alone
+        if self.setup.metrics_port is not None:
+            self.window.serve(self.setup.metrics_port, self.server)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -120,10 +120,6 @@ class Coordinator:
         return self.end
 
     async def _until_gone(self, serving: asyncio.Task[None], watching: asyncio.Task[None]) -> None:
-        live = Live(console=Console(stderr=True), auto_refresh=False, transient=False) if sys.stderr.isatty() else None
-        if live:
-            live.start()
-        drawn = 0.0
         try:
             while self.end is None:
                 for task in (serving, watching, *(child.task for child in self.children.values())):
@@ -131,14 +127,10 @@ class Coordinator:
                         task.result()  # a bug there must not go unseen
                 self._feed(m.Tick())
                 self._feed_roles(r.Tick())
-                if live and time.monotonic() >= drawn + _DRAW_S:
-                    drawn = time.monotonic()
-                    live.update(self.view.render(), refresh=True)
+                self.window.draw()
                 await asyncio.sleep(_TICK_S)
         finally:
-            if live:
-                live.update(self.view.render(), refresh=True)
-                live.stop()
+            self.window.draw(last=True)
 
     async def _see(self, child: Child, plan: Plan, again: bool) -> None:
         """A process from its start, or its adoption, to its end."""
@@ -160,7 +152,7 @@ class Coordinator:
 
     def _exited(self, name: str, code: int) -> None:
         self.peers.pop(name, None)
-        self.view.worker(name, self.plans[name].kind, "ended", "not reached" if code == m.UNREACHED else f"exit code {code}", {})
+        self.window.show(self.plans[name], "ended", "not reached" if code == m.UNREACHED else f"exit code {code}")
         self._feed(m.Exited(name, code))
         if self.plans[name].kind == "train" and self.machine.processes[name].phase is m.Phase.GONE and code == 0:
             self._feed_roles(r.Done(name))
@@ -183,6 +175,8 @@ class Coordinator:
             await asyncio.sleep(_SUBSCRIBE_S)
 
     def _on_worker(self, peer: Peer, message: Message, arrays: Arrays) -> None:
+        if isinstance(message, AskStatus):
+            self.server.send(peer, self.window.status(message, {c.name: c.phase.value for c in self.roles.cells.values()}))
         if not isinstance(message, WorkerStatus):
             return
         self.server.send(peer, Ack(id=mint(), cause=message.id))
@@ -197,7 +191,9 @@ class Coordinator:
                 )
             return
         self.peers[peer.name] = peer
-        self.view.worker(peer.name, peer.kind, message.phase, message.detail or message.role, message.gauges)
+        self.window.show(plan, message.phase, message.detail, role=message.role, gauges=message.gauges, version=message.version)
+        if message.gauges.get("tokens_s"):
+            self._feed(m.Progress())  # an execution may take hours
         if (back := self.machine.processes[peer.name]).phase is m.Phase.STARTING and back.deaths:
             log.warning("%s is back", peer.name)
         self._feed(m.HelloSeen(peer.name, message.phase in ("ready", "working")))
@@ -213,15 +209,13 @@ class Coordinator:
             self._on_counters(message)
         elif isinstance(message, Events):
             for text in message.lines:
-                event = json.loads(text)
+                event = decode(text)
                 if self.knowledge is not None:
-                    self.knowledge.take(time.monotonic(), event["kind"], event["fields"])
-                line = self.view.event(event["kind"], event["fields"])
-                if line and not sys.stderr.isatty():
-                    click.echo(line, err=True)
+                    self.knowledge.take(time.monotonic(), event.kind, event.fields)
+                self.window.take(event)
 
     def _on_counters(self, c: Counters) -> None:
-        self.view.counters = c
+        self.window.view.counters = c
         progress = (c.term, c.step, c.published, c.states, c.taken_groups, c.eval_outstanding)
         if progress != self._progress:
             self._progress = progress
@@ -311,7 +305,7 @@ class Coordinator:
                     if self.plans[name].cell:
                         self._feed_roles(r.GivenUp(name))
                 case m.Dump(names, idle_s):
-                    self._dump(names, idle_s)
+                    self._aside(self._tell_stall(names, idle_s))
                 case m.End():
                     self.end = effect
                 case _:
@@ -346,7 +340,7 @@ class Coordinator:
             log.warning("%s is started again", name)
         child = self.children[name] = Child()
         child.task = asyncio.create_task(self._see(child, plan, again))
-        self.view.worker(name, plan.kind, "follows" if plan.kind == "rank" else "starting", "again" if again else "", {})
+        self.window.show(plan, "follows" if plan.kind == "rank" else "starting", "again" if again else "")
 
     def _note(self, kind: str, fields: dict[str, Any]) -> None:
         """An event for the run's log, repeated until the buffer has it."""
@@ -367,16 +361,14 @@ class Coordinator:
         self._loose.add(task)
         task.add_done_callback(self._loose.discard)
 
-    def _dump(self, names: tuple[str, ...], idle_s: float) -> None:
-        """Who does what and who waits for whom, here; stacks, in each process's own log (cli.work has registered the signal)."""
-        log.warning("nothing has progressed for %.0f s; the stacks of all processes are in %s", idle_s, self.logs)
-        log.warning("counters: %s", self.view.counters)
-        for name, (_, phase, detail, gauges) in self.view.workers.items():
-            log.warning("%s: %s %s %s", name, phase, detail, gauges)
-        for text in self.roles.waits():
+    async def _tell_stall(self, names: tuple[str, ...], idle_s: float) -> None:
+        """The run's one event of it: the buffer adds its counters and who waits for whom there."""
+        said, waits = self.window.said(), self.roles.waits(time.monotonic())
+        log.warning("nothing has progressed for %.0f s: gyre-top --stall %s tells who waits for whom", idle_s, self.setup.run_dir)
+        for text in (*waits, *(f"{name}: {words}" for name, words in said.items())):  # should the buffer not answer
             log.warning("%s", text)
-        for name in names:
-            self._signal(name, signal.SIGUSR1)
+        found = await stacks(self.logs, names, lambda name: self._signal(name, signal.SIGUSR1))
+        self._note("stall", {"cells": waits, "processes": said, "stacks": found})
 
     def _tell_routes(self, peer: Peer) -> None:
         if self.routes is not None:

@@ -3,6 +3,7 @@
 Invariants
 - The first SIGINT or SIGTERM, or the coordinator's `Stop`, sets `stop`: the process ends in order. A second signal ends it at once.
 - After an orderly stop the exit code is 130 or 143 when a signal asked for it, 0 when the coordinator did.
+- SIGUSR1 writes the stacks of all threads and tasks to stderr, and changes nothing.
 - Losing the coordinator changes nothing, since nothing but launching and roles depends on it; but a worker that hears none for the grace time
   ends in order, so that none is left behind.
 """
@@ -10,19 +11,21 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 from gyre.net.keys import Keys
-from gyre.net.sockets import Client, mint
+from gyre.net.sockets import Client, Server, mint
 from gyre.types import Version
 from gyre.wire.codec import Arrays
-from gyre.wire.messages import FromCoord, Message, Routes, SetRole, Stop, WorkerStatus
+from gyre.wire.messages import Counters, FromCoord, Message, ProcessStatus, Routes, SetRole, Stop, WorkerStatus
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +46,9 @@ class Worker:
         self.routes: Routes | None = None  # the newest route table, for gyre-sandbox
         self.cell = self.address = self.role = ""
         self.version: Version | None = None
+        self.server: Server | None = None  # its own, if it has one
+        self.counters: Counters | None = None  # the buffer's, for its metrics
+        self.stats: dict[str, Any] = {}  # of the last step; likewise
         self._coord, self._run_id = coord, run_id
         self._client: Client | None = None
         self._status: tuple[str, str, dict[str, float]] = ("starting", "", {})
@@ -58,13 +64,22 @@ class Worker:
         if changed:
             self._send()
 
+    def seen(self) -> ProcessStatus:
+        """What it last said, as its coordinator would know it."""
+        phase, detail, gauges = self._status
+        if self.server is not None:
+            gauges = {**gauges, "refused": self.server.refused, "strangers": self.server.strangers}
+        return ProcessStatus(
+            name=self.name, kind=self.kind, phase=phase, detail=detail, cell=self.cell, role=self.role, gauges=gauges, version=self.version
+        )  # fmt: skip
+
     def _send(self) -> None:
         if self._client is not None:
-            phase, detail, gauges = self._status
+            seen = self.seen()
             epoch = self.order.epoch if self.order is not None else 0
             self._client.send(
                 WorkerStatus(
-                    id=mint(), phase=phase, detail=detail, gauges=gauges,
+                    id=mint(), phase=seen.phase, detail=seen.detail, gauges=seen.gauges,
                     cell=self.cell, address=self.address, role=self.role, epoch=epoch, version=self.version,
                 )
             )  # fmt: skip
@@ -79,6 +94,8 @@ class Worker:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
+        loop.add_signal_handler(signal.SIGUSR1, write_tasks)
+        faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr, chain=True)  # the threads', even when the loop itself hangs
         if self._coord is not None:
             self._client = Client.connect(
                 self._coord,
@@ -132,3 +149,14 @@ class Worker:
             if self._silent_s > self._grace_s and not self.stop.is_set():
                 log.warning("no coordinator for %.0f s: ending", self._silent_s)
                 self.stop.set()
+
+
+def write_tasks() -> None:
+    """Where each task of the loop waits, which no thread's stack shows; in faulthandler's form."""
+    for task in asyncio.all_tasks():
+        print(f"Task {task.get_name()} (most recent call last):", file=sys.stderr)
+        at: Any = task.get_coro()
+        while (frame := getattr(at, "cr_frame", None)) is not None:
+            print(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_qualname}', file=sys.stderr)
+            at = at.cr_await
+    sys.stderr.flush()

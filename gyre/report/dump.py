@@ -47,8 +47,17 @@ def check(kind: str, form: str, fields: list[str], *, tokens: bool) -> None:
         import pyarrow.parquet  # noqa: F401  (before an output file is emptied)
 
 
-def write(found: Iterable[Record | None], output: Path | None, form: str, fields: list[str], reader: RunReader, parse: Parse, *, flush: bool) -> None:
-    """Write records to `output`, or stdout; `flush`: each at once. Raises `BrokenPipeError` when nobody reads any more."""
+def check_remote(form: str) -> None:
+    """Whether a form can be had from another host. Raises `UsageError`."""
+    if form == "atif":
+        raise UsageError("--format atif", "needs the run's tokenizer", "give the run directory")
+
+
+def write(
+    found: Iterable[Record | None], output: Path | None, form: str, fields: list[str], reader: RunReader | None, parse: Parse, *, flush: bool
+) -> None:
+    """Write records to `output`, or stdout; `reader`: of their run, where it is here; `flush`: each at once. Raises `BrokenPipeError` when nobody
+    reads any more."""
     encode = formats.of_form(form, reader, parse)  # before the file is emptied, for it may fail
     with output.open("wb") if output is not None else nullcontext(cli.stdout()) as out, closing(encode(out)) as sink:
         for record in found:

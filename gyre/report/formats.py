@@ -132,7 +132,7 @@ _INTEGERS: Final = {"step", "version_at_consumption", "staleness", "harness_exit
 _NUMBERS: Final = {"reward", "advantage", "reward_mean", "staleness_interpolated"}
 
 
-def of_form(form: str, reader: RunReader, parse: atif.Parse) -> Callable[[BinaryIO], Sink]:
+def of_form(form: str, reader: RunReader | None, parse: atif.Parse) -> Callable[[BinaryIO], Sink]:
     """The sink of a format, "count" among them, for a file to be opened. `parse` gives ATIF its tool calls. Raises `UsageError`."""
     match form:
         case "parquet":
@@ -142,5 +142,6 @@ def of_form(form: str, reader: RunReader, parse: atif.Parse) -> Callable[[Binary
         case "msgpack":
             return partial(Lines, encode=msgspec.msgpack.encode)
         case "atif":
+            assert reader is not None
             return partial(Executions, conversations=reader.conversations, parse=parse)
     return partial(Lines, encode=lambda r: msgspec.json.encode(r) + b"\n")

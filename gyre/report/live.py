@@ -1,24 +1,29 @@
-"""The live view of a run: a picture on a terminal, plain lines in a pipe.
+"""The live view of a run: what gyre-coord and gyre-top draw on a terminal, and the plain lines of a pipe.
 
-It only listens (counters and events of the buffer, statuses of workers); it decides nothing. Unknown kinds of event are shown by name.
+Invariants
+- It only listens: to events, counters, and what the coordinator knows of processes. It decides nothing; unknown kinds of event are passed over.
+- It fits: of what is more than the terminal's height there is the last, or the first, and a line that counts the rest.
+
+Not here: where all that comes from (watch.py, the coordinator), and stalls in full (stall.py).
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, Final
 
-from rich.console import Group, RenderableType
-from rich.markup import escape
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gyre.report.figures import clock, moving_average, plain, score_chart
+from gyre.events import Event
+from gyre.report.figures import brief, clock, moving_average, plain, score_chart, table
 from gyre.types import RolloutState
-from gyre.wire.messages import Counters
+from gyre.wire.messages import Counters, ProcessStatus
 
 _COLOURS: Final = {
     "queued": "grey50",
@@ -31,6 +36,7 @@ _COLOURS: Final = {
     "discarded": "red",
 }
 _PHASES: Final = {"starting": "yellow", "ready": "green", "working": "green", "draining": "yellow", "failed": "red", "ended": "grey50"}
+_ROLES: Final = {"train": "blue", "rollout": "cyan", "lost": "red"}
 _SHOWN: Final = ("stall", "reissued", "group_discarded", "voided", "failure", "term", "checkpoint", "logprob_alarm", "step_without_update")
 _STEP: Final = (
     ("reward_mean", "reward"),
@@ -42,8 +48,11 @@ _STEP: Final = (
     ("logprob_diff_current_mean", "Δ log-prob"),
     ("trainable_tokens", "tokens"),
 )
-_CHART_WIDTH: Final = 64
+_NUMBERS: Final = ("tokens/s", "KV", "calls", "policy")
+_FIXED: Final = 11  # lines that are always there: the head, four of counts, headings, blank ones, the last for the cursor
 _CHART_HEIGHT: Final = 5
+_CHART_FROM: Final = 34  # lines of a terminal that has room for the chart too
+_LEFT_TO_OTHERS: Final = 8  # lines that processes leave to steps and events
 
 
 class RunView:
@@ -51,89 +60,164 @@ class RunView:
 
     def __init__(self, title: str) -> None:
         self.title = title
-        self.started = time.monotonic()
+        self.note = ""  # what the view lacks, and why
         self.counters: Counters | None = None
-        self.workers: dict[str, tuple[str, str, str, dict[str, float]]] = {}
+        self.processes: dict[str, ProcessStatus] = {}
+        self.cells: dict[str, str] = {}  # phase of each cell that can turn
         self.rewards: list[float] = []
         self.evals: list[tuple[int, float]] = []
-        self.last_step: dict[str, Any] = {}
-        self.recent: deque[str] = deque(maxlen=5)
+        self.steps: deque[dict[str, Any]] = deque(maxlen=20)
+        self.predicted: float | None = None
+        self.stall: Event | None = None
+        self.finished = False
+        self.recent: deque[str] = deque(maxlen=20)
+        self._began = self._last = time.time()  # on the clock of the buffer's host
+        self._heard = False
 
-    def worker(self, name: str, kind: str, phase: str, detail: str, gauges: dict[str, float]) -> None:
-        self.workers[name] = (kind, phase, plain(detail), gauges)
-
-    def event(self, kind: str, fields: dict[str, Any]) -> str | None:
+    def event(self, event: Event) -> str | None:
         """Take in an event; returns its line for a pipe, None for what is not worth one."""
-        line: str | None = None
+        kind, fields, line = event.kind, event.fields, None
+        self._began, self._last, self._heard = self._began if self._heard else event.t_wall, event.t_wall, True
         if kind == "step":
-            self.last_step = {"step": fields["step"], **fields.get("metrics", {}), **fields.get("stats", {})}
-            if self.last_step.get("reward_mean") is not None:
-                self.rewards.append(self.last_step["reward_mean"])
-            shown = [f"{label} {_short(self.last_step[name])}" for name, label in _STEP if self.last_step.get(name) is not None]
+            row = {"step": fields["step"], **fields.get("metrics", {}), **fields.get("stats", {})}
+            self.steps.append(row)
+            if row.get("reward_mean") is not None:
+                self.rewards.append(row["reward_mean"])
+            shown = [f"{label} {_short(row[name])}" for name, label in _STEP if row.get(name) is not None]
             line = f"step {fields['step']}: {', '.join(shown)}"
         elif kind == "eval":
             if fields.get("reward_mean") is not None:
                 self.evals.append((fields["version"], fields["reward_mean"]))
             line = f"eval: held-out at version {fields.get('version')}: reward {_short(fields.get('reward_mean'))} over {fields.get('graded')} tasks"
+        elif kind == "stall":
+            self.stall = event
+            line = f"stall: nothing progressed for {fields.get('idle_s', 0.0):.0f} s: gyre-top --stall tells who waits for whom"
+        elif kind == "role":
+            self.cells[fields["cell"]] = fields["phase"]
+        elif kind == "buffer_started":
+            self.predicted, self.finished = fields.get("staleness_predicted"), False
         elif kind == "finished":
+            self.finished = True
             line = "finished: " + ", ".join(f"{n} {state}" for state, n in fields.get("counts", {}).items() if n)
         elif kind in _SHOWN:
             line = f"{kind}: " + ", ".join(f"{k} {_short(v)}" for k, v in fields.items() if v not in (None, "", [], {}))
         if line is not None and kind != "step":
-            self.recent.append(f"{clock(time.monotonic() - self.started)}  {line}")
+            self.recent.append(f"{clock(event.t_wall - self._began)}  {line}")
         return line
 
-    def render(self) -> RenderableType:
-        c = self.counters
-        head = Table.grid(expand=True)
-        head.add_column()
-        head.add_column(justify="right")
-        head.add_row(Text.assemble(("gyre ", "bold"), (self.title, "bold cyan")), clock(time.monotonic() - self.started))
-        parts: list[RenderableType] = [head]
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.render(options.max_width, options.max_height)
+
+    def render(self, width: int, height: int) -> RenderableType:
+        """A picture of at most `height` lines."""
+        inner, c = width - 2, self.counters
+        chart = self.rewards and height >= _CHART_FROM
+        room = height - _FIXED - bool(self.note) - (_CHART_HEIGHT + 2 if chart else 0)
+        rows = list(self._processes())
+        n_rows = min(len(rows), max(2, room - _LEFT_TO_OTHERS))
+        room -= n_rows
+        n_steps = min(len(self.steps), max(1, room // 2))
+        parts: list[RenderableType] = [self._head(inner)]
         if c is not None:
-            bar = Table.grid(padding=(0, 1))
-            bar.add_row(f"step {c.step}/{c.total_steps}", ProgressBar(total=max(1, c.total_steps), completed=c.step, width=_CHART_WIDTH))
-            parts += [bar, Text(), self._reward(), Text(), self._executions(c)]
-        parts += [Text(), self._processes()]
-        if self.recent:
-            parts += [Text(), *(Text(line, style="grey62", no_wrap=True, overflow="ellipsis") for line in self.recent)]
+            parts += [self._levels(c), *self._executions(c, inner)]
+        if self.note and not self.finished:
+            parts.append(Text(self.note, style="yellow", no_wrap=True, overflow="ellipsis"))
+        if rows:
+            parts += [Text(), self._cells(rows, n_rows)]
+        if chart:
+            parts += [Text(), self._reward(inner)]
+        if n_steps:
+            labels = [(k, label) for k, label in _STEP if any(s.get(k) is not None for s in self.steps)]
+            shown = [[str(s["step"]), *(_short(s[k]) if s.get(k) is not None else "–" for k, _ in labels)] for s in list(self.steps)[-n_steps:]]
+            parts += [Text(), table(["step", *(label for _, label in labels)], shown, inner)]
+        events = list(self.recent)[-max(1, room - n_steps) :]
+        if events:
+            parts += [Text(), *(Text(line, style="grey62", no_wrap=True, overflow="ellipsis") for line in events)]
         return Padding(Group(*parts), (0, 1))
 
-    def _reward(self) -> RenderableType:
-        smooth = moving_average(self.rewards, 5)
-        text = Text("reward of the steps, mean of five" if smooth else "no step yet", style="bold")
-        if smooth:
-            text.append(f"   now {smooth[-1]:.2f}", style="bold green")
-        for version, reward in (self.evals[:1] + self.evals[-1:]) if len(self.evals) > 1 else self.evals:
-            text.append(f"   held-out at {version}: {reward:.2f}", style="magenta")
-        score_chart(text, smooth, _CHART_WIDTH, _CHART_HEIGHT)
-        shown = [(label, self.last_step[name]) for name, label in _STEP[1:] if self.last_step.get(name) is not None]
-        text.append("\n    ")
-        for label, value in shown:
-            text.append(f" {label} ", style="grey50")
-            text.append(_short(value))
-        return text
+    def _head(self, width: int) -> RenderableType:
+        c = self.counters
+        until = self._last if self.finished else time.time()
+        head = Table.grid(expand=True, padding=(0, 1))
+        head.add_column(no_wrap=True)
+        head.add_column(ratio=1)
+        head.add_column(justify="right", no_wrap=True)
+        steps = f"  step {c.step}/{c.total_steps}" if c is not None else ""
+        bar = ProgressBar(total=max(1, c.total_steps), completed=c.step) if c is not None else Text()
+        end = f"finished after {clock(until - self._began)}" if self.finished else clock(max(0.0, until - self._began))
+        head.add_row(Text.assemble(("gyre ", "bold"), (self.title, "bold cyan"), steps), bar, end)
+        return head
 
-    def _executions(self, c: Counters) -> RenderableType:
-        text = Text(f"executions {c.admitted}", style="bold")
-        text.append(f"   water level {c.water_level}   policy {c.published.step}", style="not bold")
-        text.append("\n    ")
-        width, total = _CHART_WIDTH, max(1, c.admitted)
+    def _levels(self, c: Counters) -> Text:
+        """Water level, policy, groups, staleness."""
+        last = self.steps[-1] if self.steps else {}
+        measured = (("measured", "staleness_mean", ".2f"), ("p95", "staleness_p95", ".0f"), ("max", "staleness_max", ".0f"))
+        stale = [f"predicted {brief(last.get('staleness_predicted', self.predicted))}"]
+        stale += [f"{label} {brief(last[k], form)}" for label, k, form in measured if last.get(k) is not None]
+        groups = f"{c.groups_open - c.ready_groups} open, {c.ready_groups} ready, {c.taken_groups} in the step"
+        text = Text.assemble((f"water level {c.water_level}", "bold"), f"   policy {c.published.step} of term {c.term}   groups: {groups}")
+        return text.append(f"\nstaleness {', '.join(stale)}")
+
+    def _executions(self, c: Counters, width: int) -> list[RenderableType]:
+        bar, legend, total = (
+            Text(no_wrap=True, overflow="crop"),
+            Text(f"executions {c.admitted}: ", no_wrap=True, overflow="ellipsis"),
+            max(1, c.admitted),
+        )
         for state in RolloutState:
             n = c.states.get(state, 0)
-            text.append("█" * (round(n / total * width) or (1 if n else 0)), style=_COLOURS[state])
-        text.append("\n    ")
-        for state in RolloutState:
-            if c.states.get(state, 0):
-                text.append(f"■ {state} {c.states[state]}  ", style=_COLOURS[state])
+            bar.append("█" * (round(n / total * width) or (1 if n else 0)), style=_COLOURS[state])
+            if n:
+                legend.append(f"■ {n} {state}  ", style=_COLOURS[state])
+        return [legend, bar]
+
+    def _processes(self) -> Iterable[tuple[Text, ...]]:
+        """A row for each cell, then one for each other process: name, what it is, tokens/s, KV use, requests, policy, what it does."""
+        of_cells: dict[str, list[ProcessStatus]] = {cell: [] for cell in self.cells}
+        for p in self.processes.values():
+            of_cells.setdefault(p.cell, []).append(p)
+        others = of_cells.pop("", [])
+        for cell, parts in sorted(of_cells.items()):
+            phase = self.cells.get(cell, "")
+            engine = next((p for p in parts if p.kind == "rollout"), None)
+            well = [p for p in parts if p.phase in ("ready", "working")]
+            ill = [
+                Text.assemble((f"{p.name} {p.phase}", _PHASES.get(p.phase, "white")), f" {p.detail}" if p.detail else "")
+                for p in parts
+                if p not in well
+            ]
+            does = ill or [Text(p.detail or p.role) for p in well if (p.kind == "train") == (phase == "train") and (p.detail or p.role)]
+            yield Text(cell, style="bold"), Text(phase.replace("_", " "), style=_ROLES.get(phase, "yellow")), *_numbers(engine), Text("; ").join(does)
+        for p in others:
+            yield Text(p.name, style="bold"), Text(p.phase, style=_PHASES.get(p.phase, "white")), *_numbers(None), Text(p.detail)
+
+    @staticmethod
+    def _cells(rows: list[tuple[Text, ...]], n: int) -> Table:
+        made = Table(box=None, header_style="grey50", padding=(0, 2, 0, 0), pad_edge=False, expand=True)
+        for title in ("cell", "is", *_NUMBERS):
+            made.add_column(title, justify="right" if title in _NUMBERS else "left", no_wrap=True, max_width=24)
+        made.add_column("does", no_wrap=True, overflow="ellipsis", ratio=1)
+        for row in rows if len(rows) <= n else rows[: n - 1]:
+            made.add_row(*(Text(plain(text.plain).replace("\n", " "), style=text.style, spans=text.spans) for text in row))
+        if len(rows) > n:
+            made.add_row(Text("…"), Text(f"{len(rows) - n + 1} more"))
+        return made
+
+    def _reward(self, width: int) -> Text:
+        smooth = moving_average(self.rewards, 5)
+        text = Text("reward of the steps, mean of five", style="bold")
+        text.append(f"   now {smooth[-1]:.2f}", style="bold green")
+        for version, reward in (self.evals[:1] + self.evals[-1:]) if len(self.evals) > 1 else self.evals:
+            text.append(f"   held-out at {version}: {reward:.2f}", style="magenta")
+        score_chart(text, smooth, max(8, min(100, width - 5)), _CHART_HEIGHT)
         return text
 
-    def _processes(self) -> RenderableType:
-        table = Table.grid(padding=(0, 2))
-        for name, (kind, phase, detail, gauges) in self.workers.items():
-            shown = "  ".join(f"{k.replace('_', ' ')} {v:.4g}" for k, v in gauges.items())
-            table.add_row(f"[bold]{escape(name)}[/]", f"gyre-{kind}", f"[{_PHASES.get(phase, 'white')}]{escape(phase)}[/]", escape(shown or detail))
-        return table
+
+def _numbers(engine: ProcessStatus | None) -> list[Text]:
+    g = engine.gauges if engine is not None else {}
+    rate, use, flight = (format(g[k], form) if k in g else "" for k, form in (("tokens_s", ".0f"), ("kv_use", ".0%"), ("in_flight", ".0f")))
+    policy = str(engine.version.step) if engine is not None and engine.version is not None else ""
+    return [Text(rate), Text(use), Text(flight + (f"+{g['queued']:.0f}" if g.get("queued") else "")), Text(policy)]
 
 
 def _short(value: Any) -> str:

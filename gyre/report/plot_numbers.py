@@ -119,6 +119,9 @@ def learning(f: FigureBase, runs: Sequence[Timeline]) -> None:
         scores = [(s.step, s.score) for s in t.steps if s.score is not None]
         middle.plot([n for n, _ in scores], [v for _, v in scores], color=colours[t.name], linewidth=0.6, alpha=0.5)
         middle.plot([n for n, _ in scores], moving_average([v for _, v in scores], 5), **look)
+    if not any(line.get_xdata().size for line in left.lines):
+        left.set_axis_off()
+        left.text(0, 0.5, "no step had a gradient", fontsize=8, transform=left.transAxes)
     left.set_yscale("log")
     left.yaxis.set_major_formatter("{x:g}")
     left.yaxis.set_minor_formatter("{x:g}" if _decades(runs) < 1 else "")

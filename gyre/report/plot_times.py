@@ -104,6 +104,19 @@ def roles(f: FigureBase, runs: Sequence[Timeline]) -> None:
     _phase_legend(f, {s.phase for t in runs for s in t.spans}, line)
 
 
+def water(f: FigureBase, runs: Sequence[Timeline]) -> None:
+    """Executions without an outcome, over the whole run."""
+    lengths = _longest([t.end - t.start or 1.0 for t in runs])
+    for ax, t, length in zip(axes(f, len(runs)), runs, lengths, strict=True):
+        scale, word = unit(length)
+        _level(ax, t, t.start, t.end, scale)
+        ax.set_xlim(0, length / scale)
+        _publications(ax, t.bursts, t.start, scale)
+        if len(runs) > 1:
+            ax.set_title(name(t), pad=16)
+        ax.set_xlabel(f"{word} since the first publication")
+
+
 _SIGNS: Final = {MarkKind.JOIN: (">", "#FFFFFF", "joins the step"), MarkKind.LEAVE: ("<", "#FFFFFF", "leaves"), MarkKind.VOID: ("X", RED, "given up")}
 _WORK: Final = {MarkKind.REDUCE: (RED, "reduction"), MarkKind.UPDATE: (INK, "update"), MarkKind.BROADCAST: (GREEN, "broadcast")}
 
@@ -136,7 +149,7 @@ def burst(f: FigureBase, t: Timeline, b: Burst) -> None:
             if wide is not None and (wide.end - wide.start) / (b.end - b.start) > 0.03:
                 top.text(((wide.start + wide.end) / 2 - b.start) / scale, rows[cell], str(n), ha="center", va="center", fontsize=7, color="#FFFFFF")
     top.tick_params(axis="x", labelbottom=False)
-    _level(below, t, b, scale)
+    _level(below, t, b.start, b.end, scale)
     below.set_xlabel(f"{word} since the publication of version {b.version}")
     line = Line2D([], [], color=INK, linewidth=0.8, linestyle=(0, (3, 2)), label="commit")
     work = [Patch(color=_WORK[k][0], label=_WORK[k][1]) for k in _WORK if any(m.kind is k for m in ends)]
@@ -146,15 +159,13 @@ def burst(f: FigureBase, t: Timeline, b: Burst) -> None:
         _step_end(f.add_subplot(grid[0, 1], sharey=top), ends, rows)
 
 
-def _level(ax: Axes, t: Timeline, b: Burst, scale: float) -> None:
-    """Water level over the burst."""
-    before = next((w for at, w in reversed(t.water_level) if at <= b.start), 0)
-    points = [(b.start, before), *((at, w) for at, w in t.water_level if b.start < at < b.end)]
-    points.append((b.end, points[-1][1]))
-    x = [(at - b.start) / scale for at, _ in points]
+def _level(ax: Axes, t: Timeline, start: float, end: float, scale: float) -> None:
+    """Water level from `start` to `end`."""
+    points = timeline.water(t, start, end)
+    x = [(at - start) / scale for at, _ in points]
     ax.fill_between(x, [w for _, w in points], step="post", color=SKY, alpha=0.35, linewidth=0)
     ax.step(x, [w for _, w in points], where="post", color=BLUE, linewidth=1)
-    ax.set_xlim(-0.008 * (b.end - b.start) / scale, 1.008 * (b.end - b.start) / scale)
+    ax.set_xlim(-0.008 * (end - start) / scale, 1.008 * (end - start) / scale)
     ax.set_ylim(0, max(1.0, 1.05 * max(w for _, w in points)))
     ax.yaxis.set_major_locator(MaxNLocator(4, integer=True))
     ax.set_ylabel("water level\n(executions)")

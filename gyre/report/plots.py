@@ -49,6 +49,9 @@ def drawings(runs: Sequence[Timeline], burst: int | None = None) -> list[Drawing
     if with_cells:
         height = 1.0 + sum(0.75 + 0.24 * min(ROWS_NAMED, len(t.cells)) for t in with_cells)
         found.append(Drawing("roles", "Roles of the cells", height, partial(plot_times.roles, runs=with_cells)))
+    unfinished = [t for t in runs if t.water_level]
+    if unfinished:
+        found.append(Drawing("water", "Water level", 0.5 + 1.3 * len(unfinished), partial(plot_times.water, runs=unfinished)))
     for t in runs:
         chosen = timeline.bursts_to_show(t, 1, burst)
         if chosen and t.cells:

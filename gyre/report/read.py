@@ -276,6 +276,10 @@ class RunReader:
         found: dict[str, int] = dict(self._db.execute(sql).fetchall())
         return {"admitted": sum(found.values()), **{s.value: found.get(s.value, 0) for s in RolloutState}}
 
+    def group_counts(self) -> dict[str, int]:
+        """Groups by state."""
+        return dict(self._db.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall())
+
     # --- parts ---
 
     def _pairs(self, selection: Selection) -> Iterator[tuple[GroupRow | None, RolloutRow]]:

@@ -6,9 +6,10 @@ A run directory has a ledger and an event log. One that has only the event log (
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from rich.console import RenderableType
@@ -16,9 +17,13 @@ from rich.text import Text
 
 from gyre import cli
 from gyre.errors import UsageError, WorkFailed
+from gyre.events import EventReader
 from gyre.report import history, numbers, sketch, summary
+from gyre.report.live import RunView
 from gyre.report.show import show
 from gyre.report.timeline import Timeline
+
+_EVENTS: Final = 300  # of a page
 
 
 def write(run_dirs: Sequence[Path], form: str, output: Path | None, figures: Sequence[str], burst: int | None) -> None:
@@ -43,11 +48,21 @@ def write(run_dirs: Sequence[Path], form: str, output: Path | None, figures: Seq
 
             chosen = [d for d in plots.drawings(runs, burst) if not figures or d.name in figures]
             if form == "html":
-                _put(page.page(runs, [s for s in summaries if s is not None], chosen).encode(), output)
+                views = [told(d) for d in run_dirs]
+                _put(page.page(runs, [s for s in summaries if s is not None], chosen, views).encode(), output)
             elif chosen:
                 _put(plots.save(chosen, form), output)
             else:
                 raise WorkFailed(f"{run_dirs[0]}: nothing to draw: {'; '.join(m for t in runs for m in t.messages) or 'it has not the facts for it'}")
+
+
+def told(run_dir: Path) -> RunView:
+    """A run's view, with the last of what happened in it beside its steps."""
+    view = RunView(run_dir.name)
+    view.recent = deque(maxlen=_EVENTS)
+    for event in EventReader(run_dir / "events.jsonl").events():
+        view.event(event)
+    return view
 
 
 def only_events(run_dir: Path) -> bool:

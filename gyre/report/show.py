@@ -30,13 +30,18 @@ def show(draw: Callable[[int], Sequence[RenderableType]], output: Path | None) -
             return
     columns = os.environ.get("COLUMNS", "")
     width = int(columns) if columns.isdigit() and int(columns) > 0 and output is None else WIDTH
+    text = text_of(draw, width)
+    if output is None:
+        cli.stdout().write(text.encode())
+    else:
+        output.write_text(text, encoding="utf-8")
+
+
+def text_of(draw: Callable[[int], Sequence[RenderableType]], width: int) -> str:
+    """What `draw` draws for that width, as plain text."""
     buffer = io.StringIO()
     console = Console(file=buffer, width=width, force_terminal=False, color_system=None)
     for part in draw(width):
         console.print(part)
         console.print()
-    text = "".join(f"{line.rstrip()}\n" for line in buffer.getvalue().rstrip().splitlines())
-    if output is None:
-        cli.stdout().write(text.encode())
-    else:
-        output.write_text(text, encoding="utf-8")
+    return "".join(f"{line.rstrip()}\n" for line in buffer.getvalue().rstrip().splitlines())

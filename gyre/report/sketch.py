@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gyre.report import timeline
-from gyre.report.figures import brief, mean, table, unit
+from gyre.report.figures import brief, chart, mean, table, unit
 from gyre.report.timeline import MarkKind, RoleSpan, Timeline
 from gyre.rules.roles import CellPhase
 from gyre.rules.staleness import Summary, summarize
@@ -35,6 +35,7 @@ def sketches(runs: Sequence[Timeline], width: int, only: Sequence[str] = (), bur
     width = max(24, min(width, 120))
     lanes: dict[str, Callable[[Timeline], Text | None]] = {
         "roles": lambda t: _roles(t, width),
+        "water": lambda t: _water(t, width),
         "burst": lambda t: _burst(t, width, burst),
         "slots": lambda t: _slots(t, width, burst),
     }
@@ -115,6 +116,22 @@ def _roles(t: Timeline, width: int) -> Text | None:
         lane = _lane([s for s in t.spans if s.cell == cell], t.start, t.end, room)
         _line(text, f"{cell[:name]:{name}} ", *lane, f" {fractions[cell]:4.0%}")
     _legend(text, {s.phase for s in t.spans}, "|n burst n begins with a publication", name + 1)
+    return text
+
+
+def _water(t: Timeline, width: int) -> Text | None:
+    if not t.water_level:
+        return None
+    points = timeline.water(t, t.start, t.end)
+    most, room = max(1, *(w for _, w in points)), width - 6
+    text = _title("water level", t, f", executions without an outcome; at most {most}")
+    at, values = 0, []
+    for i in range(room):
+        while at + 1 < len(points) and points[at + 1][0] <= t.start + (t.end - t.start) * i / room:
+            at += 1
+        values.append(float(points[at][1]))
+    for i, row in enumerate(chart(values, room, 3, 0.0, float(most))):
+        _line(text, f"{(most, '', 0)[i]!s:>4} │", (row, "cyan"))
     return text
 
 

@@ -145,6 +145,13 @@ def phase_seconds(t: Timeline) -> dict[str, dict[CellPhase, float]]:
     return found
 
 
+def water(t: Timeline, start: float, end: float) -> list[tuple[float, int]]:
+    """The water level's steps from `start` to `end`, a point at either end included."""
+    before = next((w for at, w in reversed(t.water_level) if at <= start), 0)
+    points = [(start, before), *((at, w) for at, w in t.water_level if start < at < end)]
+    return [*points, (end, points[-1][1])]
+
+
 def train_fraction(t: Timeline) -> dict[str, float]:
     """Part of [start, end] that each cell was in phase `train`; turning does not count."""
     whole = t.end - t.start

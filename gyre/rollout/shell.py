@@ -204,7 +204,7 @@ async def run(setup: Setup, worker: Worker, *, follow: bool = True, auto: bool =
         insecure=config.net.insecure,
         keys=setup.keys,
     )
-    worker.cell, worker.address = cell, server.address
+    worker.cell, worker.address, worker.server = cell, server.address, server
     desk = Desk(server, cell, config.rollout.context)
     part = Part(setup, worker, desk, cell, follow=follow, auto=auto)
     tasks = [

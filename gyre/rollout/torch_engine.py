@@ -16,11 +16,12 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
 import torch
 
 from gyre.config import Config
 from gyre.errors import WorkFailed
-from gyre.rollout.engine import EngineRefused, Transcript, uniform
+from gyre.rollout.engine import EngineRefused, EngineState, Transcript, uniform
 from gyre.rollout.kv import SlotCache, use_slots_attention
 from gyre.rollout.model import eos_ids, load_model, model_dir, position_limit
 from gyre.rollout.sampling import sample
@@ -54,6 +55,10 @@ class TorchEngine(ThreadedEngine[Row]):
             torch.set_num_threads(self._threads)
         with torch.inference_mode():
             super()._run()
+
+    def state(self) -> EngineState:
+        held = sum(len(row.ids) for row in list(self.rows))  # of another thread: as good as a gauge need be
+        return msgspec.structs.replace(super().state(), gauges={"kv_use": held / (self._slots * self.context)})
 
     def _row(self, transcript: Transcript) -> Row:
         row = Row(transcript)

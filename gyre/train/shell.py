@@ -155,6 +155,7 @@ class Cell:
             address = s.bind or endpoint(s.run_dir, "train", "" if alone else self.name)
             self.server = Server.bind(address, ToTrain, kind="train", name=name, run_id=s.run_id, insecure=insecure, keys=s.keys)
             self._policy = PolicyServer(self.server.send)
+            self.worker.server = self.server
         self._client = Client.connect(
             s.buffer, FromBuffer, kind="train", name=name, incarnation=self.worker.incarnation, run_id=s.run_id,
             resend_s=self.config.net.resend_s, keys=s.keys,

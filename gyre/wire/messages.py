@@ -306,7 +306,7 @@ class CheckpointSaved(Message, frozen=True, kw_only=True):
     path: str
 
 
-# --- observers (gyre-coord, gyre-dump --follow, gyre-top) <-> gyre-buffer ----------------------------------------------------------------
+# --- observers (gyre-coord, gyre-dump) <-> gyre-buffer ----------------------------------------------------------------
 
 
 class Subscribe(Message, frozen=True, kw_only=True):
@@ -340,6 +340,28 @@ class Events(Message, frozen=True, kw_only=True):
     """New lines of the event log, as JSON text without newlines."""
 
     lines: list[str]
+
+
+class AskRecords(Message, frozen=True, kw_only=True):
+    """An observer asks for records of the run, as gyre-dump's options choose them, after the first `have`. Answered by `Records` or `Refuse`."""
+
+    kind: str
+    first_step: int | None = None
+    last_step: int | None = None
+    group_id: str | None = None
+    rollout_id: str | None = None
+    evaluation: bool = False
+    tokens: bool = True
+    redact_system: bool = False
+    have: int = 0
+
+
+class Records(Message, frozen=True, kw_only=True):
+    """Records: `data` is one MessagePack array of maps. `done`: there are no more."""
+
+    ARRAYS: ClassVar[dict[str, str]] = {"data": "u8"}
+
+    done: bool
 
 
 # --- gyre-sandbox (gateway) <-> gyre-rollout ---------------------------------------------------------------------------------------------
@@ -565,6 +587,38 @@ class WorkerStatus(Message, frozen=True, kw_only=True):
     version: Version | None = None  # engines: what they serve; trainers: the weights they hold
 
 
+class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A process as its coordinator knows it: its last `WorkerStatus`, or that it is started again, or how it ended."""
+
+    name: str
+    kind: str
+    phase: str
+    detail: str = ""
+    cell: str = ""
+    role: str = ""
+    gauges: dict[str, float] = {}
+    version: Version | None = None
+
+
+class AskStatus(Message, frozen=True, kw_only=True):
+    """An observer asks how the run stands, and for the events after number `after`. Answered by `RunStatus`."""
+
+    after: int = -1
+
+
+class RunStatus(Message, frozen=True, kw_only=True):
+    """What the coordinator knows: all processes, the phase of each cell, the buffer's counters (null: not heard yet), lines of the event log.
+
+    Of the lines it keeps those that a view shows, the last few hundred.
+    """
+
+    run_id: str
+    processes: list[ProcessStatus]
+    cells: dict[str, str]
+    counters: Counters | None = None
+    lines: list[str] = []
+
+
 class Stop(Message, frozen=True, kw_only=True):
     """End in order, exit 0."""
 
@@ -604,18 +658,18 @@ class SetRole(Message, frozen=True, kw_only=True):
 ToBuffer = (
     Hello | Note | LeaseTickets | RenewLeases | GradingStarted | RolloutEnded
     | AcquireTerm | ClaimMicroStep | RenewClaims | Accumulated | SealStep | VoidIncarnations | CommitStep | Published | CheckpointSaved
-    | Subscribe
+    | Subscribe | AskRecords
 )  # fmt: skip
 FromBuffer = (
     Welcome | Refuse | HelloRequired | Ack | Tickets | LeasesRenewed
-    | TermGranted | MicroStepClaimed | NothingToClaim | Manifest | Counters | Events
+    | TermGranted | MicroStepClaimed | NothingToClaim | Manifest | Counters | Events | Records
 )  # fmt: skip
 ToRollout = Hello | Generate | Abort | Ping
 FromRollout = Welcome | Refuse | HelloRequired | Generated | EngineRefuse | Pong
 ToTrain = Hello | WatchPolicy | PullChunk | PolicyLoaded | JoinStep | AttendStep
 FromTrain = Welcome | Refuse | HelloRequired | Ack | PolicyAvailable | Chunk | SnapshotGone | StepOffer | ReduceOrder | StepEnded | Hold
-ToCoord = Hello | Note | WorkerStatus
-FromCoord = Welcome | Refuse | HelloRequired | Ack | Stop | SetRole | Routes
+ToCoord = Hello | Note | WorkerStatus | AskStatus
+FromCoord = Welcome | Refuse | HelloRequired | Ack | Stop | SetRole | Routes | RunStatus
 
 DIRECTIONS: Final[dict[str, Any]] = {
     "any -> gyre-buffer": ToBuffer,
@@ -624,6 +678,6 @@ DIRECTIONS: Final[dict[str, Any]] = {
     "gyre-rollout -> gyre-sandbox": FromRollout,
     "gyre-rollout, gyre-train -> gyre-train": ToTrain,
     "gyre-train -> gyre-rollout, gyre-train": FromTrain,
-    "any worker -> gyre-coord": ToCoord,
-    "gyre-coord -> any worker": FromCoord,
+    "any worker, gyre-top -> gyre-coord": ToCoord,
+    "gyre-coord -> any worker, gyre-top": FromCoord,
 }

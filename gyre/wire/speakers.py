@@ -24,14 +24,14 @@ MAY: Final[dict[str, dict[str, Any]]] = {
         "train": w.AcquireTerm | w.ClaimMicroStep | w.RenewClaims | w.Accumulated | w.SealStep | w.VoidIncarnations | w.CommitStep
         | w.Published | w.CheckpointSaved | w.Subscribe | w.Note,
         "coord": w.Subscribe | w.Note,
-        "observer": w.Subscribe,
+        "observer": w.Subscribe | w.AskRecords,
     },
     "rollout": {"sandbox": w.Generate | w.Abort | w.Ping, "observer": w.Ping},
     "train": {
         "rollout": w.WatchPolicy | w.PullChunk | w.PolicyLoaded,
         "train": w.WatchPolicy | w.PullChunk | w.PolicyLoaded | w.JoinStep | w.AttendStep,
     },
-    "coord": dict.fromkeys(("buffer", "sandbox", "rollout", "train"), _WORKER),
+    "coord": {**dict.fromkeys(("buffer", "sandbox", "rollout", "train"), _WORKER), "observer": w.AskStatus},
 }  # fmt: skip
 """Server, client: the messages, hellos aside."""
 

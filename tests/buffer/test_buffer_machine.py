@@ -665,6 +665,26 @@ def test_a_stall_is_logged_with_who_waits_for_whom(world):
     assert len(wd.events("stall")) == 1
 
 
+def test_a_stall_where_a_trainer_or_an_engine_may_load_is_not_spoken_of_before_its_time(world):
+    wd = world(run__stall_s=100.0, run__start_timeout_s=500.0)
+    wd.tick(599.0)
+    assert wd.events("stall") == []
+    wd.tick(1.0)
+    assert len(wd.events("stall")) == 1
+
+
+@pytest.mark.pain(4)
+def test_a_coordinators_stall_gets_what_the_buffer_knows_and_is_the_only_one(world):
+    wd = start(world, run__stall_s=100.0, sandbox__lease_ttl_s=1000.0)
+    wd.lease(3, holder="sb/7")
+    wd.tick(99.0)
+    wd.send(w.Note(id="n", event="stall", fields={"stacks": {"core": "…"}, "waits": "nonsense"}), holder="coord/1")
+    wd.tick(99.0)
+    (stall,) = wd.events("stall")
+    assert stall["stacks"] == {"core": "…"} and stall["idle_s"] == 99.0 and stall["counts"]["running"] == 3
+    assert ("buffer", "3 rollouts of sb/7") in {(x["who"], x["for"]) for x in stall["waits"]}
+
+
 def test_a_note_is_an_event_once(world):
     wd = world()
     note = w.Note(id="n", cause="c", event="warning", fields={"x": 1})

@@ -15,8 +15,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from gyre.buffer import readers
 from gyre.events import EventReader
 from gyre.net.endpoints import endpoint
 from gyre.net.sockets import Client, mint
@@ -313,3 +315,68 @@ def test_an_unwritable_run_directory_is_one_line(tmp_path: Path) -> None:
         buffer.start()
         code, err = buffer.end()
     assert code == 2 and len(err.strip().splitlines()) == 1 and os.fspath(blocker) in err
+
+
+# --- records for observers on other hosts ---
+
+
+def dumped(*argv: object) -> tuple[int, bytes, str]:
+    done = subprocess.run([sys.executable, "-m", "commands.dump", *map(str, argv)], cwd=ROOT, capture_output=True, timeout=DEADLINE_S, check=False)
+    return done.returncode, done.stdout, done.stderr.decode()
+
+
+def test_a_dump_from_the_buffer_is_that_of_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked for, while the run goes on; and a run that ends is followed to its end."""
+    run_dir, address = tmp_path / "run", endpoint(tmp_path / "run", "buffer")
+    choices: list[tuple[str, ...]] = [
+        *(("--kind", kind) for kind in ("trajectories", "rollouts", "groups", "calls", "graphs", "steps", "queries", "events")),
+        ("--step", "2:4", "--no-tokens"), ("--group", "g000001", "--fields", "rollout_id,reward"), ("--rollout", "g000000.1", "--format", "msgpack"),
+        ("--kind", "rollouts", "--count"),
+    ]  # fmt: skip
+
+    async def main() -> tuple[int, bytes, str]:
+        third = asyncio.Event()
+
+        def on_push(message: w.Message, _: Any) -> None:
+            if isinstance(message, w.Counters) and message.step >= 3:
+                third.set()
+
+        async with client(run_dir, "sandbox") as s, client(run_dir, "train") as t, client(run_dir, "observer", on_push) as o:
+            await ask(o, w.Subscribe(id=mint()))
+            working = [asyncio.create_task(core(t)), asyncio.create_task(sandbox(s, random.Random(1)))]
+            await asyncio.wait_for(third.wait(), DEADLINE_S)
+            for task in working:
+                task.cancel()
+            await asyncio.wait(working)
+            for choice in choices:
+                here, there = [await asyncio.to_thread(dumped, source, *choice) for source in (run_dir, address)]
+                assert here[:2] == there[:2] and there[0] == 0 and there[1], (choice, there)
+            code, _, err = await asyncio.to_thread(dumped, address, "--format", "atif")
+            assert code == 2 and err == "error: --format atif: needs the run's tokenizer; give the run directory\n"
+            following = asyncio.create_task(asyncio.to_thread(dumped, address, "--follow", "--fields", "step,rollout_id", "--step", "1:4"))
+            await asyncio.sleep(0)
+            await asyncio.wait_for(asyncio.gather(core(t), sandbox(s, random.Random(2))), DEADLINE_S)
+            return await following
+
+    with Buffer(run_dir, make_tasks(tmp_path / "tasks", 4), *SMALL) as buffer:
+        buffer.start()
+        followed = asyncio.run(main())
+    assert followed[0] == 0, followed[2]
+    steps = [json.loads(line)["step"] for line in followed[1].splitlines()]
+    assert steps == sorted(steps) and set(steps) == {1, 2, 3}
+    monkeypatch.setattr(readers, "_PAGE_BYTES", 1)
+    check_pages(run_dir)
+
+
+def check_pages(run_dir: Path) -> None:
+    """More readers than are kept open, each asking twice for every page: all get every record once."""
+    pages = readers.Readers(run_dir, None)  # type: ignore[arg-type]
+    whole = dumped(run_dir, "--kind", "rollouts")[1].splitlines()
+    found: dict[bytes, list[Any]] = {str(i).encode(): [] for i in range(readers._OPEN + 2)}
+    for _ in whole:
+        for reader, records in found.items():
+            asked = w.AskRecords(id="x", kind="rollouts", have=len(records))
+            (_, first), (_, again) = (pages._answer(reader, asked) for _ in range(2))
+            assert first == again and first is not None
+            records += msgspec.msgpack.decode(first["data"])
+    assert all(records == [json.loads(line) for line in whole] for records in found.values())

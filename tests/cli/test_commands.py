@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tomllib
@@ -71,3 +72,11 @@ def test_unwritable_run_directory(tmp_path: Path) -> None:
         done = run(*argv, "--run", str(tmp_path / "file" / "run"))
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
         assert done.stderr.startswith("error: --run: ") and "not writable" in done.stderr
+
+
+def test_logs_in_json(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text("no event\n")
+    done = run("gyre_commands.top", "--json-logs", str(tmp_path))
+    line = json.loads(done.stderr)
+    assert done.returncode == 0 and line["level"] == "warning" and "left out 1 damaged lines" in line["message"] and line["t"] > 0
+    assert "left out 1 damaged lines" in run("gyre_commands.top", str(tmp_path)).stderr

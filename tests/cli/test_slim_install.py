@@ -173,14 +173,29 @@ def test_the_wheel(tmp_path: Path) -> None:
     source.mkdir()
     for name in ("gyre", "commands"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     code = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=source, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
+    wheel = zipfile.ZipFile(next(tmp_path.glob("*.whl")))
+    names = set(wheel.namelist())
     modules = {n for n in names if n.endswith(".py")}
     expected = {str(p.relative_to(ROOT)) for p in (ROOT / "gyre").rglob("*.py")}
     expected |= {f"gyre_{p.relative_to(ROOT)}" for p in (ROOT / "commands").glob("*.py")}
     assert modules == expected
     assert "gyre/py.typed" in names and not any(n.startswith("commands/") for n in names)
+    share = {n.partition("/data/share/")[2]: n for n in names if "/data/share/" in n}
+    for script in SCRIPTS:
+        bash, zsh, fish = f"bash-completion/completions/{script}", f"zsh/site-functions/_{script}", f"fish/vendor_completions.d/{script}.fish"
+        assert {f"man/man1/{script}.1", bash, zsh, fish} <= share.keys()
+    assert "man/man1/gyre-task-run.1" in share
+    page = wheel.read(share["man/man1/gyre-top.1"]).decode()
+    assert page.startswith('.TH "GYRE-TOP" "1"') and "\\fB\\-\\-stall\\fP" in page
+    completion = tmp_path / "completion"
+    completion.write_bytes(wheel.read(share["bash-completion/completions/gyre-top"]))
+    (tmp_path / "gyre-top").write_text(f"#!{sys.executable}\nfrom gyre_commands.top import main\nmain()\n")
+    (tmp_path / "gyre-top").chmod(0o755)
+    ask = f'. {completion}; COMP_WORDS=(gyre-top --st); COMP_CWORD=1; _gyre_top_completion {tmp_path}/gyre-top; echo "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "--stall\n", done.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gyre.coord import hosts, launch
-from gyre.coord.claim import PID, claimed, holder
+from gyre.coord.claim import PID, address, claimed, holder
 from gyre.errors import Busy, UsageError
 
 TURNING = "buffer localhost\nsandbox localhost\ncell localhost name=a\ncell localhost name=b set.rollout.slots=7\n"
@@ -116,14 +116,15 @@ def test_hosts_that_cannot_be(host: str, complaint: str) -> None:
 def test_one_coordinator(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no running coordinator"):
         holder(tmp_path)
-    with claimed(tmp_path):
-        assert holder(tmp_path) == os.getpid()
-        with pytest.raises(Busy, match=rf"another gyre-coord \(process {os.getpid()} on .*\) has this run"), claimed(tmp_path):
+    with claimed(tmp_path, "ipc:///run/at"):
+        assert holder(tmp_path) == os.getpid() and address(tmp_path) == "ipc:///run/at"
+        with pytest.raises(Busy, match=rf"another gyre-coord \(process {os.getpid()} on .*\) has this run"), claimed(tmp_path, ""):
             pass
     with (tmp_path / PID).open() as early:  # whoever opened it before the end of the last one
-        with claimed(tmp_path):
+        with claimed(tmp_path, ""):
             pass
         assert os.fstat(early.fileno()).st_ino == (tmp_path / PID).stat().st_ino, "one file, so one lock"
+    assert address(tmp_path) is None
     (tmp_path / PID).write_text("1 on a host where it was killed")
     with pytest.raises(UsageError, match="no running coordinator"):
         holder(tmp_path)

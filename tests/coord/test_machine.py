@@ -210,14 +210,35 @@ def test_no_progress_is_dumped_once() -> None:
     m._stall_s = 300.0
     m.handle(100.0, Progress())
     for name in NAMES:
-        m.handle(399.0, HelloSeen(name))
+        m.handle(399.0, HelloSeen(name, True))
     assert m.handle(400.0, Tick()) == []
     assert m.handle(400.5, Tick()) == [Dump(("buffer", "core", "cell", "box"), 300.5)]
     assert m.handle(401.0, Tick()) == []
     m.handle(402.0, Progress())
     for name in NAMES:
-        m.handle(700.0, HelloSeen(name))
+        m.handle(700.0, HelloSeen(name, True))
     assert m.handle(703.0, Tick()) == [Dump(("buffer", "core", "cell", "box"), 301.0)]
+
+
+@pytest.mark.pain(4)
+def test_who_loads_does_not_stall_unless_for_too_long() -> None:
+    """Pains 4 and 13: so it is at its start, and when it starts again."""
+    m = Machine([Process(name=n, kind=n) for n in ("buffer", "rollout")], now=0.0, start_timeout_s=600.0, silent_s=50.0, stall_s=100.0)
+
+    def dumps(begin: int, end: int, *, through: bool) -> list[int]:
+        found = []
+        for second in range(begin, end):
+            m.handle(float(second), HelloSeen("buffer", True))
+            m.handle(float(second), HelloSeen("rollout", through))
+            found += [second for e in m.handle(float(second), Tick()) if isinstance(e, Dump)]
+        return found
+
+    assert dumps(1, 601, through=False) == []
+    assert dumps(601, 800, through=True) == [701]
+    m.handle(800.0, Progress())
+    m.handle(800.0, Exited("rollout", -9))
+    m.handle(802.0, Tick())
+    assert dumps(803, 1600, through=False) == [1504], "it never got through"
 
 
 def test_a_process_is_added_and_taken_out() -> None:

@@ -127,7 +127,7 @@ def test_a_turn_that_is_late_is_given_up_with_a_name() -> None:
     r = serving()
     r.handle(3.0, Counted(LOW))
     obey(r, 3.1, "a-rollout", "closing")
-    assert r.waits() == ["cell a (to_train) waits for a-rollout to be asleep: it says closing to order 6 of 6"]
+    assert r.waits(8.0) == ["cell a (to_train) waits for a-rollout to be asleep: it says closing to order 6 of 6, for 5 s"]
     r.handle(4.0, Counted(FULL))
     late = r.handle(63.5, Tick())
     complaint = "gave up after 60 s: cell a (to_train) waits for a-rollout to be asleep: it says closing to order 6 of 6"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -62,6 +63,20 @@ class Far:
             return (self.run.dir / "ledger.db").exists() and len(self.run.dump("--kind", "steps")) >= step
 
         self.run.until(there, f"step {step}")
+
+    def look(self) -> None:
+        """From the login node by the run directory, from another by addresses; who has no key sees nothing."""
+        held = ["--keys", str(self.keys)]
+        line = next(line for line in self.cluster.processes().values() if "--buffer" in line).split()
+        coord, buffer = (line[line.index(flag) + 1] for flag in ("--coord", "--buffer"))
+
+        def at(node: str, command: str, *flags: str) -> subprocess.CompletedProcess[str]:
+            return self.cluster.run(node, sys.executable, "-m", f"gyre_commands.{command}", *flags)
+
+        for seen in (at("login", "top", str(self.run.dir)), at("node3", "top", "--coord", coord, *held)):
+            assert seen.returncode == 0 and "tokens/s" in seen.stdout and "sandbox1" in seen.stdout and "no coordinator" not in seen.stdout, seen
+        assert [s["step"] for s in map(json.loads, at("node3", "dump", buffer, "--kind", "steps", *held).stdout.splitlines())][:1] == [1]
+        assert at("node3", "top", "--coord", coord).returncode == 1
 
     def check(self, steps: int) -> None:
         """Exact accounts, nothing left on any node, no secret anywhere."""
@@ -169,6 +184,7 @@ def test_ctrl_c_ends_everything_on_every_node(far: Far) -> None:
     far.run.script(RIGHT, WRONG, delay_s=0.2)
     coord = far.start("--steps", "500")
     far.until_step(coord, 1)
+    far.look()
     coord.send_signal(signal.SIGINT)
     far.wait(coord, 130)
     assert not far.cluster.processes() and not far.run.pid_of("buffer")

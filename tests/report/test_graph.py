@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import recorded
+from browser import opened
 from click.testing import CliRunner
 from gyre_commands.graph import main
 from synthetic import Page
@@ -131,19 +132,8 @@ def test_a_million_tokens_in_500_calls(tmp_path: Path) -> None:
 
 
 def test_a_browser_folds_and_shows(run: Path, tmp_path: Path) -> None:
-    """With `playwright` installed and a browser: its own, or the one that GYRE_BROWSER names with its arguments."""
-    api = pytest.importorskip("playwright.sync_api", reason="no playwright here")
-    path, *arguments = os.environ.get("GYRE_BROWSER", "").split() or [None]
     graph(run, "--format", "html", "-o", tmp_path / "page.html")
-    with api.sync_playwright() as playwright:
-        try:
-            browser = playwright.chromium.launch(executable_path=path, args=arguments)
-        except api.Error as e:
-            pytest.skip(f"no browser here: {str(e).splitlines()[0]}")
-        page, faults = browser.new_page(), []
-        page.on("pageerror", lambda e: faults.append(str(e)))
-        page.on("request", lambda r: faults.append(r.url) if not r.url.startswith("file:") else None)
-        page.goto(f"file://{tmp_path}/page.html")
+    with opened(tmp_path / "page.html") as page:
         count = "[...document.querySelectorAll('.s')].filter(s => s.style.display !== 'none').length"
         assert (page.evaluate(count), page.locator(".k").count(), page.locator("aside h2").inner_text()) == (7, 3, "8 tokens")
         page.locator(".k").first.click()
@@ -154,5 +144,4 @@ def test_a_browser_folds_and_shows(run: Path, tmp_path: Path) -> None:
         assert "</text><script>alert(1)</script> & gnp" in page.locator("aside").inner_text()
         page.locator(".s.c .k").nth(1).click()
         page.locator("#unfold").click()
-        assert page.evaluate(count) == 7 and faults == []
-        browser.close()
+        assert page.evaluate(count) == 7

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -12,11 +13,12 @@ from pathlib import Path
 
 import pytest
 import synthetic
+from browser import opened
 from click.testing import CliRunner
 from gyre_commands.report import main
 from synthetic import Page
 
-from gyre.events import Event, encode
+from gyre.events import Event, decode, encode
 
 KEYS = {
     "seconds", "dispatch", "cells", "bursts", "steps", "marks", "slots", "staleness", "durations", "speedup", "learning", "failure", "messages",
@@ -44,7 +46,8 @@ def test_svg_says_what_it_shows(runs: tuple[Path, Path], tmp_path: Path) -> None
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
     shown = texts((tmp_path / "out.svg").read_bytes())
     for words in ("Roles of the cells", "c0", "c7", "81%", "burst 1", "Burst 3 of elastic", "joins the step", "reduction", "update", "broadcast",
-                  "water level", "Which execution held which slot", "boundary dispatch: elastic", "Staleness in slower", "predicted by the quota",
+                  "Water level", "water level",
+                  "Which execution held which slot", "boundary dispatch: elastic", "Staleness in slower", "predicted by the quota",
                   "elastic over other runs", "1.23×", "How long queries and rollouts take", "time-out", "lost",
                   "gradient norm before clipping", "elastic (J_max 5)", "slower (J_max 1)", "125%",
                   "elastic is 100%"):  # fmt: skip
@@ -62,10 +65,31 @@ def test_html_is_one_file(runs: tuple[Path, Path]) -> None:
     assert done.returncode == 0
     page = Page()
     page.feed(done.stdout.decode())
-    assert page.tags.count("svg") == 6 and not {"script", "link", "iframe", "img", "object"} & set(page.tags)
+    assert page.tags.count("svg") == 7 and not {"script", "link", "iframe", "img", "object"} & set(page.tags)
     assert all(a.startswith(("#", "data:image/png")) for a in page.addresses)
     ids = re.findall(r'id="((?:p|m|h)[0-9a-f]{8,})"', done.stdout.decode())
     assert len(ids) == len(set(ids)), "clips and markers of one picture are not taken for another's"
+
+
+def test_the_page_has_every_figure_and_needs_nothing_else(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """In a browser of 1280 points: pictures, steps, events and the last stall, with no word to the console and no request."""
+    run = tmp_path / "run"
+    shutil.copytree(runs[0], run)
+    lines = (run / "events.jsonl").read_text().splitlines()
+    last = decode(lines[-1])
+    waits = [{"who": "core/1", "for": "tickets <i>", "since_s": 301.0}]
+    stall = Event(seq=last.seq + 1, t_wall=last.t_wall + 1, t_mono=0, proc="b", cause="", kind="stall", fields={"idle_s": 300.0, "waits": waits})
+    (run / "events.jsonl").write_text("".join(f"{line}\n" for line in [*lines, encode(stall)]))
+    assert report(run, "--format", "html", "-o", tmp_path / "page.html").returncode == 0
+    with opened(tmp_path / "page.html") as page:
+        text = page.locator("body").inner_text()
+        for words in ("Roles of the cells", "Water level", "Burst 3", "Which execution held which slot", "Staleness in", "predicted by the quota",
+                      "gradient norm before clipping", "How long queries", "Events of", "stall: nothing progressed for 300 s", "The last stall of",
+                      "tickets <i>", "301 s"):  # fmt: skip
+            assert words in text, words
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1280, "nothing sticks out"
+        boxes = [page.locator("figure svg").nth(i).bounding_box() for i in range(page.locator("figure svg").count())]
+        assert len(boxes) == 7 and all(box["width"] > 900 and box["height"] > 100 for box in boxes)
 
 
 def test_json_is_stable(runs: tuple[Path, Path]) -> None:
