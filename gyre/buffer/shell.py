@@ -71,9 +71,13 @@ def malformed(m: RolloutEnded, arrays: Arrays) -> str:
             return f"{name} has {len(values)} elements, the nodes {total} tokens"
     if any(n.n_tokens < 0 or not -1 <= n.parent < i for i, n in enumerate(m.nodes)):
         return "a node has a parent that does not come before it"
+    if len({t.index for t in m.trajectories}) < len(m.trajectories):
+        return "two trajectories have one index"
     for t in m.trajectories:
         if any(not 0 <= i < len(m.nodes) for i in t.nodes) or not set(t.trainable) <= set(t.nodes):
             return f"trajectory {t.index} names nodes that are not there"
+        if [m.nodes[i].parent for i in t.nodes] != [-1, *t.nodes][: len(t.nodes)] or len(set(t.trainable)) < len(t.trainable):
+            return f"trajectory {t.index} is no path of the graph, or has a node twice"
         sizes = sum(m.nodes[i].n_tokens for i in t.nodes), sum(m.nodes[i].n_tokens for i in t.trainable)
         if sizes != (t.n_tokens, t.n_trainable):
             return f"trajectory {t.index} has {sizes[0]} tokens and {sizes[1]} trainable ones, not {t.n_tokens} and {t.n_trainable}"
