@@ -20,6 +20,7 @@ import os
 import resource
 import select
 import socket
+import stat
 import struct
 import threading
 from collections import Counter
@@ -119,17 +120,14 @@ class Door(threading.Thread):
 
 
 def _listener(fd: int, port: int) -> socket.socket | None:
-    """The socket behind a file, if it listens at this port."""
+    """The socket behind a file, if it listens at this port. No other file is touched: to close a copy of one would drop the locks that SQLite has."""
     try:
-        copy = os.dup(fd)
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return None
     except OSError:
         return None  # the listing's own
-    try:
-        found = socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        return None
-    listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and found.family in (socket.AF_INET, socket.AF_INET6)
+    found = socket.socket(fileno=os.dup(fd))
+    listens = found.family in (socket.AF_INET, socket.AF_INET6) and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     if listens and found.getsockname()[1] == port:
         return found
     found.close()
