@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _INBOX: Final = 4096  # messages held before the socket is left to fill
 _SUBSCRIBERS: Final = 256
+_LESSEES: Final = 16_384
 _DRAIN_ROUNDS: Final = 8
 _QUIET_S: Final = 1.0  # after the end, and all have heard of it
 _FAILURE_LINGER_S: Final = 2.0  # after a failure, so that those who ask hear of it
@@ -216,6 +217,8 @@ class Shell:
             seen.discard(-1)
             versions = (min(seen), max(seen)) if seen else None
         elif isinstance(message, LeaseTickets):
+            while len(self._sandboxes) >= _LESSEES and peer.identity not in self._sandboxes:
+                self._sandboxes.pop(next(iter(self._sandboxes)))
             self._sandboxes.setdefault(peer.identity, Lessee(now.mono))
         if peer.identity in self._sandboxes:
             self._sandboxes[peer.identity].heard_at = now.mono

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -102,6 +103,7 @@ def struct(kind: inspect.StructType) -> st.SearchStrategy[Any]:
     return st.fixed_dictionaries(needed, optional=optional).map(lambda d: d | ({kind.tag_field: kind.tag} if kind.tag_field else {}))
 
 
+@cache
 def frames(union: Any) -> st.SearchStrategy[list[bytes]]:
     """A message of the union with arrays of some lengths, or with frames that are none of its."""
 
