@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 _PIECE_BYTES: Final = 512
 _INBOX: Final = 4096  # messages held before the socket is left to fill
 _SUBSCRIBERS: Final = 256
+_LESSEES: Final = 16_384
 _DRAIN_ROUNDS: Final = 8
 _QUIET_S: Final = 1.0  # after the end, and all have heard of it
 _FAILURE_LINGER_S: Final = 2.0  # after a failure, so that those who ask hear of it
@@ -73,9 +74,13 @@ def malformed(m: RolloutEnded, arrays: Arrays) -> str:
             return f"{name} has {len(values)} elements, the nodes {total} tokens"
     if any(n.n_tokens < 0 or not -1 <= n.parent < i for i, n in enumerate(m.nodes)):
         return "a node has a parent that does not come before it"
+    if len({t.index for t in m.trajectories}) < len(m.trajectories):
+        return "two trajectories have one index"
     for t in m.trajectories:
         if any(not 0 <= i < len(m.nodes) for i in t.nodes) or not set(t.trainable) <= set(t.nodes):
             return f"trajectory {t.index} names nodes that are not there"
+        if [m.nodes[i].parent for i in t.nodes] != [-1, *t.nodes][: len(t.nodes)] or len(set(t.trainable)) < len(t.trainable):
+            return f"trajectory {t.index} is no path of the graph, or has a node twice"
         sizes = sum(m.nodes[i].n_tokens for i in t.nodes), sum(m.nodes[i].n_tokens for i in t.trainable)
         if sizes != (t.n_tokens, t.n_trainable):
             return f"trajectory {t.index} has {sizes[0]} tokens and {sizes[1]} trainable ones, not {t.n_tokens} and {t.n_trainable}"
@@ -230,6 +235,8 @@ class Shell:
             seen = distinct(arrays["versions"]) - {-1}
             versions = (min(seen), max(seen)) if seen else None
         elif isinstance(message, LeaseTickets):
+            while len(self._sandboxes) >= _LESSEES and peer.identity not in self._sandboxes:
+                self._sandboxes.pop(next(iter(self._sandboxes)))
             self._sandboxes.setdefault(peer.identity, Lessee(now.mono))
         if peer.identity in self._sandboxes:
             self._sandboxes[peer.identity].heard_at = now.mono

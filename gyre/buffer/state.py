@@ -30,6 +30,7 @@ from gyre.wire.messages import ClaimMicroStep, LeaseTickets, Message, Refuse, Se
 from gyre.wire.rows import EvalRow, GroupRow, GroupState, Item, MetaRow, MicroStepRow, PublicationRow, QueryRow, RolloutRow, Row, StepRow, StepState
 
 _REPLIES_KEPT: Final = 4096
+_POLLS_KEPT: Final = 65_536  # who asks when there are so many is answered at once
 
 P = TypeVar("P", LeaseTickets, ClaimMicroStep, SealStep)
 
@@ -201,7 +202,7 @@ class State:
         """Answer a request now, or keep it as a poll until `answer` can or its wait is over. Sent again, it is one poll and may wait less."""
         poll = self.polls.get(m.id)
         if poll is None:
-            poll = Poll(e.to, m, e.holder, now.mono, now.mono + m.wait_s)
+            poll = Poll(e.to, m, e.holder, now.mono, now.mono + (m.wait_s if len(self.polls) < _POLLS_KEPT else 0.0))
         else:
             poll.to, poll.deadline = e.to, min(poll.deadline, now.mono + m.wait_s)
         if answer(self, now, poll, m):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import ipaddress
 import os
@@ -45,3 +46,21 @@ def check_bind(address: str, insecure: bool) -> None:
         local = False
     if not local:
         raise UsageError("--bind", f"{address} can be reached by others and has no keys", "bind loopback or ipc, or accept the risk with --insecure")
+
+
+def claim_ipc(address: str) -> int | None:
+    """Hold the lock beside an ipc socket: ZeroMQ itself would silently take the address from a living process."""
+    if not address.startswith("ipc://"):
+        return None
+    path = Path(address.removeprefix("ipc://"))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as e:
+        raise UsageError("--bind", f"{address} cannot be bound ({e.strerror})", "make its directory writable or give another --run") from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise UsageError("--bind", f"{address} is in use", "stop its holder or give another --run or --name") from None
+    return fd

@@ -4,7 +4,7 @@ Invariants
 - With keys every tcp socket is encrypted and authenticated both ways: a server knows the kind of each client by its key, a client that it speaks to
   the kind of server it meant. ipc sockets need none, the file system guards them.
 - A process reads one secret, its own kind's; a node needs `KIND.key_secret` of the kinds that run there, and `*.key` of all.
-- An unknown key is refused by the handshake: nothing it sends reaches the process. Each refusal is logged (not each of many) and counted.
+- An unknown key is refused by the handshake: nothing it sends reaches the process. Each refusal is counted (limits.py).
 
 Not here: what a kind may say (gyre/wire/speakers.py). The collectives between trainers (Gloo, NCCL) are not under these keys: docs/security.md.
 """
@@ -23,12 +23,12 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from gyre.errors import UsageError
+from gyre.net.limits import Refusals
 from gyre.wire.speakers import KINDS
 
 log = logging.getLogger(__name__)
 
 MAKE: Final = "make them with gyre-keys"
-_HANDSHAKE_MS: Final = 10_000  # a connection that says nothing is closed after so long
 _zap: ThreadAuthenticator | None = None
 
 
@@ -43,19 +43,16 @@ class Keys(msgspec.Struct, frozen=True):
         """Whose key it is, "" if nobody's."""
         return next((kind for kind, key in self.public.items() if key.decode() == public), "")
 
-    def guard(self, server: zmq.Socket[bytes], domain: str) -> Refusals:
-        """Make a server's socket take only clients with a key of this run. Before it is bound."""
+    def guard(self, server: zmq.Socket[bytes], domain: str, refusals: Refusals) -> None:
+        """Make a server's socket take only clients with a key of this run, and count the others. Before it is bound."""
         global _zap
         if _zap is None or not _zap.is_alive():  # one thread answers for all sockets of the process
             _zap = ThreadAuthenticator(zmq.Context.instance(), log=logging.getLogger("zmq.auth"))
             _zap.start()
-        refusals = Refusals(self, domain)
-        _zap.configure_curve_callback(domain, refusals)
+        _zap.configure_curve_callback(domain, _Judge(self, domain, refusals))
         server.setsockopt(zmq.CURVE_SERVER, 1)
         server.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
         server.setsockopt(zmq.ZAP_DOMAIN, domain.encode())
-        server.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        return refusals
 
     def present(self, client: zmq.Socket[bytes], server: str) -> None:
         """Make a client's socket show its key, and talk to no server but one of that kind. Before it connects."""
@@ -64,19 +61,16 @@ class Keys(msgspec.Struct, frozen=True):
         client.setsockopt(zmq.CURVE_SERVERKEY, self.public[server])
 
 
-class Refusals:
-    """Decides on the keys that are shown to one server, and counts those it refuses. Called in the authenticator's thread."""
+class _Judge:
+    """Decides on the keys that are shown to one server. Called in the authenticator's thread, where alone `key` is counted."""
 
-    def __init__(self, keys: Keys, domain: str) -> None:
-        self.count = 0
-        self._keys, self._domain = keys, domain
+    def __init__(self, keys: Keys, domain: str, refusals: Refusals) -> None:
+        self._keys, self._domain, self._refusals = keys, domain, refusals
 
     def callback(self, domain: str, key: bytes) -> bool:
         if self._keys.kind_of(key.decode()):
             return True
-        self.count += 1
-        if self.count & (self.count - 1) == 0:  # 1, 2, 4, 8 …
-            log.warning("%s: refused a key that is none of this run's (%d so far): %s…", self._domain, self.count, key[:8].decode())
+        self._refusals.add("key", key, f"{self._domain}: a key that is none of this run's: {key[:8].decode()}…")
         return False
 
 

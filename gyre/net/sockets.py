@@ -7,13 +7,12 @@ Invariants
 - Sending never blocks: each socket's queue is bounded, and what does not fit is dropped, logged and made up for by the repetition.
 - A server takes from a client what its kind may say, and refuses and counts the rest. With keys the kind is the key's, at every message.
 
-Not here: which kind may say what (gyre/wire/speakers.py), keys (keys.py). Without keys `check_bind` keeps sockets on this machine.
+Not here: which kind may say what (gyre/wire/speakers.py), how much (limits.py), keys (keys.py). Without these `check_bind` keeps sockets local.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import inspect
 import itertools
 import logging
@@ -21,15 +20,15 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import zmq
 
 from gyre.errors import DeadlineExceeded, Refused, UsageError
-from gyre.net.endpoints import check_bind
-from gyre.net.keys import Keys, Refusals
+from gyre.net import limits
+from gyre.net.endpoints import check_bind, claim_ipc
+from gyre.net.keys import Keys
 from gyre.wire.arrays import Array
 from gyre.wire.codec import Arrays, Decoder, Frame, WireError, encode
 from gyre.wire.messages import WIRE_VERSION, Hello, HelloRequired, Message, Refuse, Welcome
@@ -41,7 +40,7 @@ _QUEUE: Final = 20_000  # messages a socket holds in each direction
 _HELLO_EVERY_S: Final = 0.5
 _BATCH: Final = 256  # messages taken before other tasks get their turn
 _SMALL_BYTES: Final = 1 << 14  # a longer frame is not copied out of ZeroMQ
-_MOST_BYTES: Final = 256 << 20  # of a frame that comes over tcp; the connection of a longer one is closed
+_HANDSHAKE_MS: Final = 10_000  # a connection that says nothing is closed after so long
 
 _prefix = os.urandom(5).hex()
 _count = itertools.count()
@@ -78,7 +77,9 @@ class _Socket:
         self.zmq.setsockopt(zmq.SNDHWM, _QUEUE)
         self.zmq.setsockopt(zmq.RCVHWM, _QUEUE)
         self.zmq.setsockopt(zmq.IPV6, int("[" in address))
-        self.zmq.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES if address.startswith("tcp://") else -1)
+        if address.startswith("tcp://"):
+            self.zmq.setsockopt(zmq.MAXMSGSIZE, limits.MOST_BYTES)  # of a frame; the connection of a longer one is closed
+            self.zmq.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self._wake = asyncio.Event()
         self._fd: int = self.zmq.fileno()
         self._loop = asyncio.get_running_loop()
@@ -119,29 +120,32 @@ class Server:
     """The ROUTER of a process. Answers hellos itself, hands everything else to the handler of `serve`."""
 
     def __init__(
-        self, sock: _Socket, address: str, incoming: Any, kind: str, welcome: Welcome, lock: int | None, keys: Keys | None, refusals: Refusals | None
+        self, sock: _Socket, address: str, incoming: Any, kind: str, welcome: Welcome, lock: int | None, keys: Keys | None, refusals: limits.Refusals
     ) -> None:  # fmt: skip
         self.address = address
         self.incarnation = welcome.incarnation
         self.kind = kind
-        self.refused = 0  # messages and hellos that their senders' kind may not say
+        self.refusals = refusals
         self._sock = sock
         self._decoder = Decoder(incoming)
         self._welcome = welcome
-        self._peers: dict[bytes, Peer] = {}
+        self._clients = limits.Clients()
+        self._peers: dict[bytes, Peer] = {}  # those of them that said hello
         self._lock = lock
-        self._keys, self._refusals = keys, refusals
+        self._keys = keys
+        self._door = limits.Door(address, refusals) if address.startswith("tcp://") else None
 
     @classmethod
     def bind(cls, address: str, incoming: Any, *, kind: str, name: str, run_id: str, insecure: bool = False, keys: Keys | None = None) -> Server:
         """Bind `address`; `keys` guard it if it is tcp. Raises `UsageError` for an address in use, not allowed or not usable."""
         check_bind(address, insecure or keys is not None)
-        lock = _claim_ipc(address)
+        lock = claim_ipc(address)
         sock = _Socket(zmq.ROUTER, address)
         sock.zmq.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        refusals = None
+        refusals = limits.Refusals()
         if keys is not None and address.startswith("tcp://"):
-            refusals, sock.guarded = keys.guard(sock.zmq, f"{name}-{mint()}"), True
+            keys.guard(sock.zmq, f"{name}-{mint()}", refusals)
+            sock.guarded = True
         try:
             sock.zmq.bind(address)
         except zmq.ZMQError as e:
@@ -152,11 +156,6 @@ class Server:
         real = sock.zmq.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
         welcome = Welcome(id=mint(), wire_version=WIRE_VERSION, run_id=run_id, incarnation=os.urandom(6).hex())
         return cls(sock, real, incoming, kind, welcome, lock, keys, refusals)
-
-    @property
-    def strangers(self) -> int:
-        """Connections refused for a key that is none of the run's."""
-        return self._refusals.count if self._refusals is not None else 0
 
     def send(self, peer: Peer, message: Message, arrays: Mapping[str, Array] | None = None) -> None:
         """Queue a message for a client; a client that is gone, or whose queue is full, misses it and will ask again."""
@@ -181,10 +180,19 @@ class Server:
 
     def _accept(self, key: str, identity: bytes, frames: list[Frame]) -> tuple[Peer, Message, Arrays] | None:
         """What the handler is given, if anything."""
+        who = repr(self._peers.get(identity, identity))
+        if not self._clients.may_send(identity, time.monotonic()):
+            self.refusals.add("rate", identity, f"more than {limits.RATE:.0f} messages a second from {who}")
+            return None
+        if (forgotten := self._clients.forget()) is not None:
+            self._peers.pop(forgotten, None)
+        if sum(map(len, frames)) > limits.MOST_BYTES:
+            self.refusals.add("size", identity, f"a message of more than {limits.MOST_BYTES >> 20} MiB from {who}")
+            return None
         try:
             message, arrays = self._decoder.decode(frames)
         except WireError as e:
-            log.warning("from %r: %s", self._peers.get(identity, identity), e)
+            self.refusals.add("garbage", identity, f"from {who}: {e}")
             return None
         kind = self._keys.kind_of(key) if self._sock.guarded and self._keys is not None else None  # None: nobody can prove one
         if isinstance(message, Hello):
@@ -198,9 +206,7 @@ class Server:
         return None
 
     def _refuse(self, identity: bytes, message: Message, reason: str) -> None:
-        self.refused += 1
-        if self.refused & (self.refused - 1) == 0:
-            log.warning("refused (%d so far): %s", self.refused, reason)
+        self.refusals.add("kind", identity, reason)
         self._put(identity, Refuse(id=mint(), cause=message.id, reason=reason))
 
     def _greet(self, identity: bytes, hello: Hello, kind: str | None) -> None:
@@ -218,26 +224,10 @@ class Server:
 
     def close(self) -> None:
         self._sock.close()
+        if self._door is not None:
+            self._door.close()
         if self._lock is not None:
             os.close(self._lock)
-
-
-def _claim_ipc(address: str) -> int | None:
-    """Hold the lock beside an ipc socket: ZeroMQ itself would silently take the address from a living process."""
-    if not address.startswith("ipc://"):
-        return None
-    path = Path(address.removeprefix("ipc://"))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fd = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as e:
-        raise UsageError("--bind", f"{address} cannot be bound ({e.strerror})", "make its directory writable or give another --run") from None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        raise UsageError("--bind", f"{address} is in use", "stop its holder or give another --run or --name") from None
-    return fd
 
 
 class Client:

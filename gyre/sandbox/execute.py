@@ -278,6 +278,8 @@ class Executor:
     def _task(self, path: str) -> Task:
         task = self._tasks.get(path)
         if task is None:
+            if not Path(path).is_absolute() or ".." in Path(path).parts or "\0" in path:  # it comes from the wire
+                raise UsageError("the ticket", f"{path!r} is no place of a task", "give tasks.train of the buffer as an absolute path")
             if len(self._tasks) >= _CACHED_TASKS:
                 self._tasks.clear()
             task = self._tasks[path] = load_task(Path(path))

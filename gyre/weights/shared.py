@@ -3,6 +3,7 @@
 Invariants
 - The memory goes with the last who holds it: nothing has a name that a killed process could leave behind.
 - Who maps it keeps it whole after its maker let go, so a reader needs no lease; what a reader writes is its own (copy on write).
+- Nothing else is opened, whatever path a message names.
 
 Not here: who may read (processes of the same user that see each other in /proc; others pull chunks).
 """
@@ -11,8 +12,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import weakref
 from pathlib import Path
+from typing import Final
+
+_NAME: Final = "gyre-weights"
+_PLACE: Final = re.compile(r"/proc/\d+/fd/\d+", re.A)
 
 
 class Shared(mmap.mmap):
@@ -21,7 +27,7 @@ class Shared(mmap.mmap):
     path: str
 
     def __new__(cls, nbytes: int) -> Shared:
-        fd = os.memfd_create("gyre-weights", os.MFD_CLOEXEC)
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, max(1, nbytes))
             made = super().__new__(cls, fd, max(1, nbytes))
@@ -34,9 +40,11 @@ class Shared(mmap.mmap):
 
 
 def attach(path: str, nbytes: int) -> memoryview | None:
-    """The bytes at `path`, or None where they cannot be had (another host, another namespace, gone)."""
+    """The bytes at `path`, or None where they cannot be had (another host, another namespace, gone, no memory of gyre's)."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a path that names something else by now must not block
+        if not _PLACE.fullmatch(path) or not str(Path(path).readlink()).startswith(f"/memfd:{_NAME}"):
+            return None
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # what is another by now must not block
     except OSError:
         return None
     try:

@@ -53,5 +53,5 @@ class Decoder:
             if len(frames) - 1 != len(expected):
                 raise WireError(f"{type(message).__name__} comes with {len(expected)} arrays, got {len(frames) - 1}")
             return message, {name: view(frame, dtype) for (name, dtype), frame in zip(expected.items(), frames[1:], strict=True)}
-        except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as e:
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as e:
             raise WireError(f"not a message of this direction: {e}") from None

@@ -13,13 +13,20 @@ Requests are idempotent: a client that saw no answer sends the same message agai
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
 
 from gyre.types import CallRecord, Ending, GraphNode, PackedTrajectory, Sampling, TensorSpec, Ticket, TrajectoryMeta, Version
 
 WIRE_VERSION: Final = 1
+
+Wait = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+"""Seconds in which an answer may come. Never NaN: one would stand before all other timers."""
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+ExitCode = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**32)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""What the ledger and JSON can hold."""
 
 
 class Message(msgspec.Struct, tag_field="op", tag=str, frozen=True, kw_only=True):
@@ -70,10 +77,13 @@ class Ack(Message, frozen=True, kw_only=True):
 
 
 class Note(Message, frozen=True, kw_only=True):
-    """An event for the run's event log, from a process that is not the buffer. Answered by `Ack`."""
+    """An event for the run's event log, from a process that is not the buffer. Answered by `Ack`. Its fields are what JSON can say."""
 
     event: str
     fields: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        msgspec.json.encode(self.fields)  # raises what the decoder makes a refusal of
 
 
 # --- gyre-sandbox -> gyre-buffer ---------------------------------------------------------------------------------------------------------
@@ -83,7 +93,7 @@ class LeaseTickets(Message, frozen=True, kw_only=True):
     """Ask for up to `n` tickets; answered by `Tickets` when there are some, or empty after `wait_s`."""
 
     n: int
-    wait_s: float
+    wait_s: Wait
 
 
 class Tickets(Message, frozen=True, kw_only=True):
@@ -134,12 +144,12 @@ class RolloutEnded(Message, frozen=True, kw_only=True):
     rewards: dict[str, float] = {}
     detail: str = ""
     harness: str = ""
-    harness_exit: int | None = None
+    harness_exit: ExitCode | None = None
     nodes: list[GraphNode] = []
     calls: list[CallRecord] = []
     trajectories: list[TrajectoryMeta] = []
-    left_tokens: int = 0  # trainable, and on no chosen trajectory
-    left_leaves: int = 0
+    left_tokens: Count = 0  # trainable, and on no chosen trajectory
+    left_leaves: Count = 0
     cells: list[str] = []
     seconds: dict[str, float] = {}  # by phase: setup, harness, model, grade
 
@@ -175,7 +185,7 @@ class ClaimMicroStep(Message, frozen=True, kw_only=True):
     step: int
     cell: str
     incarnation: str
-    wait_s: float
+    wait_s: Wait
 
 
 class MicroStepClaimed(Message, frozen=True, kw_only=True):
@@ -222,7 +232,7 @@ class SealStep(Message, frozen=True, kw_only=True):
 
     term: int
     step: int
-    wait_s: float
+    wait_s: Wait
 
 
 class ManifestEntry(msgspec.Struct, frozen=True):
@@ -295,14 +305,14 @@ class Published(Message, frozen=True, kw_only=True):
 
     version: Version
     cells: list[str]
-    seconds: float
+    seconds: Seconds
 
 
 class CheckpointSaved(Message, frozen=True, kw_only=True):
     """A checkpoint at `step` is complete on disk: payloads consumed up to it may go. Answered by `Ack`."""
 
     term: int
-    step: int
+    step: Count
     path: str
 
 
@@ -313,7 +323,7 @@ class Subscribe(Message, frozen=True, kw_only=True):
     """Push `Counters` at every change (at most each `min_interval_s`), and events if asked. Answered at once by `Counters`."""
 
     events: bool = False
-    min_interval_s: float = 0.2
+    min_interval_s: Wait = 0.2
 
 
 class Counters(Message, frozen=True, kw_only=True):
@@ -489,7 +499,7 @@ class PolicyLoaded(Message, frozen=True, kw_only=True):
 
     version: Version
     cell: str
-    seconds: float
+    seconds: Seconds
 
 
 # --- gyre-train (satellite) <-> gyre-train (core) ----------------------------------------------------------------------------------------
@@ -504,7 +514,7 @@ class JoinStep(Message, frozen=True, kw_only=True):
     cell: str
     incarnation: str
     host: str
-    wait_s: float
+    wait_s: Wait
     ranks: int = 1
 
 
@@ -531,7 +541,7 @@ class AttendStep(Message, frozen=True, kw_only=True):
     incarnation: str
     micro_steps: list[str]
     tally: list[float]
-    wait_s: float
+    wait_s: Wait
     attempt: int = 0
     failed: str = ""
     leaving: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from gyre.buffer import state
 from gyre.errors import UsageError
 from gyre.types import ENDINGS, Ending, GraphNode, LeafClass, Purpose, RolloutState, Training, TrajectoryMeta, Version
 from gyre.wire import messages as w
@@ -57,6 +58,16 @@ def test_a_poll_ends_empty_after_its_wait(world):
     assert wd.tick(1.0) == [("peer", w.Tickets(id="", cause="L", tickets=[]))]
 
 
+def test_polls_are_bounded(world, monkeypatch):
+    """Somebody who asks and asks and never waits for an answer; who comes after so many is answered at once."""
+    monkeypatch.setattr(state, "_POLLS_KEPT", 3)
+    wd = world()
+    for n in range(3):
+        assert wd.send(w.LeaseTickets(id=f"L{n}", n=1, wait_s=10.0)) == []
+    assert wd.lease(wait_s=10.0) == []
+    assert wd.machine.next_deadline() == 110.0
+
+
 @pytest.mark.pain(3)
 def test_a_lost_lease_is_issued_again_under_a_new_epoch_and_the_old_one_is_refused(world):
     wd = start(world, sandbox__lease_ttl_s=30.0)
@@ -74,6 +85,28 @@ def test_a_lost_lease_is_issued_again_under_a_new_epoch_and_the_old_one_is_refus
     assert wd.end(old) == w.Refuse(id="", cause="m4", reason="rollout g000000.0 is not leased under epoch 0", stale=True)
     assert wd.one(w.GradingStarted(id="g", rollout_id=old.rollout_id, epoch=0)).stale
     assert isinstance(wd.end(new), w.Ack)
+
+
+def test_a_restart_arms_leases_and_claims_anew_whatever_the_clocks_say_now(world):
+    """After a reboot monotonic time begins again, and the wall clock may be anything: a lease's holder has all its time to be heard of, no more."""
+    wd = start(
+        world, sandbox__lease_ttl_s=30.0, train__claim_ttl_s=30.0, system__groups_per_step=2, system__rollouts_per_group=1,
+        system__target_staleness=2.0,
+    )  # fmt: skip
+    for ticket in wd.lease(2):
+        wd.end(ticket)
+    assert isinstance(wd.claim(1), w.MicroStepClaimed)
+    (held,) = wd.lease()
+    wd.tick(29.0)
+    wd.now, wd.wall = 3.0, 0.0
+    wd.restart()
+    wd.tick(29.0)
+    assert wd.machine.counters().states["running"] == 1 and "voided" not in wd.kinds()
+    assert wd.one(w.RenewLeases(id="r", leases=[w.LeaseRef(held.rollout_id, 0)])).lost == []
+    wd.tick(2.0)
+    assert "voided" in wd.kinds() and "lease_lost" not in wd.kinds()
+    wd.tick(29.0)
+    assert wd.events("lease_lost")[0]["rollout"] == held.rollout_id
 
 
 @pytest.mark.pain(8)

@@ -2,7 +2,7 @@
 
     login (10.77.0.254) ─ bridge ─┬─ node1 (10.77.0.1)
                                   ├─ node2 …
-All see the same files, processes and clock; what they do not share is the network, so a cable can be pulled.
+All see the same files, processes and clock; what they do not share is the network, so a cable can be pulled, or two of them cut off from each other.
 """
 
 from __future__ import annotations
@@ -119,6 +119,15 @@ class Nodes:
 
     def cable(self, name: str, plugged: bool) -> None:
         ip("-n", self.space("login"), "link", "set", name, "up" if plugged else "down")
+
+    def cut(self, source: str, sink: str, there: bool) -> None:
+        """What `source` sends to `sink` vanishes on its way, or comes there again: it addresses a card that nobody has."""
+        number = {**{name: n for n, name in enumerate(self.names, 1)}, "login": 254}[sink]
+        entry = (f"10.77.0.{number}", "dev", "br0" if source == "login" else "eth0")
+        if there:
+            ip("-n", self.space(source), "neigh", "del", *entry)
+        else:
+            ip("-n", self.space(source), "neigh", "replace", entry[0], "lladdr", "02:00:00:00:00:00", *entry[1:], "nud", "permanent")
 
     def processes(self, names: Sequence[str] = ()) -> dict[int, str]:
         """What runs at the nodes, but for their sshd and its sessions: pid → command."""

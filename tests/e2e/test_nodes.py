@@ -78,8 +78,8 @@ class Far:
         assert [s["step"] for s in map(json.loads, at("node3", "dump", buffer, "--kind", "steps", *held).stdout.splitlines())][:1] == [1]
         assert at("node3", "top", "--coord", coord).returncode == 1
 
-    def check(self, steps: int) -> None:
-        """Exact accounts, nothing left on any node, no secret anywhere."""
+    def check(self, steps: int, *whole: str) -> None:
+        """Exact accounts, nothing left on any node, no secret anywhere; the logs of `whole` came here, as they were."""
         run = self.run
         assert [s["step"] for s in run.dump("--kind", "steps")] == list(range(1, steps + 1))
         groups = step_groups(run)
@@ -92,7 +92,7 @@ class Far:
         secrets = [load(self.keys, kind).secret for kind in KINDS]
         for file in [self.log, *(f for f in run.dir.rglob("*") if f.is_file() and f.suffix != ".key_secret")]:
             assert not any(secret in file.read_bytes() for secret in secrets), file
-        for name in ("a-train", "b-rollout", "sandbox1"):  # logs came here, whole
+        for name in whole or ("a-train", "b-rollout", "sandbox1"):
             assert (run.dir / "logs" / f"{name}.log").read_bytes() == (run.dir / "node" / name / "log").read_bytes(), name
 
 
@@ -188,6 +188,51 @@ def test_ctrl_c_ends_everything_on_every_node(far: Far) -> None:
     coord.send_signal(signal.SIGINT)
     far.wait(coord, 130)
     assert not far.cluster.processes() and not far.run.pid_of("buffer")
+
+
+def test_a_host_that_is_dead_for_good(far: Far) -> None:
+    """Its cell is given up, the others complete the run. The host itself is well, but alone: what runs there ends after the grace time."""
+    far.run.config.write_text(far.run.config.read_text().replace("coord_grace_s = 60", "coord_grace_s = 20\nstall_s = 8"))
+    far.run.script(RIGHT, WRONG, delay_s=0.1)
+    coord = far.start("--steps", "12")
+    far.until_step(coord, 1)
+    far.cluster.cable("node2", plugged=False)
+    far.wait(coord)
+    text = far.log.read_text()
+    assert "b-rollout is silent for " in text and "b-rollout cannot be killed, node2 is not reached: taken for dead" in text, text[-8000:]
+    far.check(12, "a-train", "a-rollout", "sandbox1")
+
+
+def test_a_cell_on_another_node_comes_and_goes(far: Far) -> None:
+    """gyre-coord --reload: it is launched over ssh, rolls out, and is drained; nothing stays on its node. Then Ctrl-C twice kills all, at once:
+    nobody waits for those that stand still, which an orderly end would kill after 35 s."""
+    run, hosts = far.run, far.run.folder / "hosts.txt"
+    alone = "".join(line for line in HOSTS.splitlines(keepends=True) if "node2" not in line)
+    hosts.write_text(alone)
+    run.script(RIGHT, WRONG, delay_s=0.1)
+    coord = far.start("--steps", "500")
+    far.until_step(coord, 1)
+    assert not far.cluster.processes(["node2"])
+
+    def reload(text: str) -> None:
+        hosts.write_text(text)
+        told = subprocess.run(far.cluster.on("login", *run.argv("coord", "--reload")), capture_output=True, timeout=DEADLINE_S, check=False)
+        assert told.returncode == 0, told.stderr
+
+    reload(HOSTS)
+    run.until(lambda: any("b" in r["cells"] for r in run.dump("--kind", "rollouts")), "a rollout of the new cell")  # type: ignore[operator]
+    reload(alone)
+    run.until(lambda: not far.cluster.processes(["node2"]), "the end of what runs there")
+    far.until_step(coord, len(run.dump("--kind", "steps")) + 1)
+    for name in ("sandbox0", "a-rollout"):
+        os.kill(run.pid_of(name) or 0, signal.SIGSTOP)
+    coord.send_signal(signal.SIGINT)
+    run.until(lambda: "once more to stop at once" in far.log.read_text(), "the answer to the first Ctrl-C")
+    coord.send_signal(signal.SIGINT)
+    far.wait(coord, 130)
+    assert "did not end" not in far.log.read_text()
+    run.until(lambda: not run.pid_of("buffer"), "the end of the buffer")
+    far.check(len(run.dump("--kind", "steps")), "sandbox1")
 
 
 def test_by_node(far: Far) -> None:

@@ -83,7 +83,14 @@ def run_ticket(tmp_path: Path, renderer: Any, fake_engine: Any, sampled: Any) ->
     (harness / "h.py").write_text(HARNESS)
 
     def run(
-        mode: str, *, task: Path | None = None, backend: Any = None, delay_s: float = 0.0, version: Version | None = FIRST, **keys: Any
+        mode: str,
+        *,
+        task: Path | None = None,
+        backend: Any = None,
+        delay_s: float = 0.0,
+        version: Version | None = FIRST,
+        named: str = "q/0/0",
+        **keys: Any,
     ) -> tuple[Ended, list[str]]:
         task = task or make_task(tmp_path / "task")
         rollout = Rollout(context=keys.pop("context", 4000), max_tokens=32)
@@ -99,7 +106,7 @@ def run_ticket(tmp_path: Path, renderer: Any, fake_engine: Any, sampled: Any) ->
             used = backend or Process(unsafe=True)
             await used.start()
             executor = Executor(config, used, router, renderer)
-            ticket = Ticket("q/0/0", 3, "q/0", "q", 0, str(task), Purpose.TRAIN, Version(1, 0), 7, 30.0)
+            ticket = Ticket(named, 3, "q/0", "q", 0, str(task), Purpose.TRAIN, Version(1, 0), 7, 30.0)
             try:
                 return await executor.execute(ticket, lambda: graded.append("grading"))
             finally:
@@ -188,6 +195,22 @@ def test_nothing_to_grade(run_ticket: Any, tmp_path: Path) -> None:
     ended, graded = run_ticket("finish", task=make_task(tmp_path / "unhealthy", toml=unhealthy))
     assert (ended.message.ending, ended.message.calls, graded) == (Ending.TASK_SETUP_FAILED, [], [])
     assert ended.message.detail == "the task's healthcheck failed 1 times, at last with status 2: not ready"
+
+
+@pytest.mark.parametrize("place", ["task", "{tmp}/x/../task", "../../{tmp}/task", "", "{tmp}/task\0"])
+def test_a_ticket_that_names_no_place_of_a_task(run_ticket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """A path from the wire is absolute and plain, or nothing is looked at."""
+    make_task(tmp_path / "task")
+    (tmp_path / "x").mkdir()
+    monkeypatch.chdir(tmp_path)
+    ended, graded = run_ticket("finish", task=place.format(tmp=tmp_path) or "\0")
+    assert ended.message.ending is Ending.TASK_SETUP_FAILED and "is no place of a task" in ended.message.detail and not graded
+
+
+def test_names_in_a_ticket_touch_no_file(run_ticket: Any, tmp_path: Path) -> None:
+    before = sorted(tmp_path.parent.iterdir())
+    ended, _ = run_ticket("finish", named="../../../../../tmp/gyre-was-here/0/0")
+    assert ended.message.ending is Ending.FINISHED and not Path("/tmp/gyre-was-here").exists() and sorted(tmp_path.parent.iterdir()) == before
 
 
 class Broken(Process):

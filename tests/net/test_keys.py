@@ -108,7 +108,7 @@ def test_who_is_not_let_in(made: Path, others: Path) -> None:
                 with pytest.raises(DeadlineExceeded, match=words):
                     await ask(c, SHORT_S)
                 c.close()
-            assert len(echo.handled) == before and echo.server.strangers >= 1
+            assert len(echo.handled) == before and echo.server.refusals.counts["key"] >= 1
 
     go(body)
 
@@ -125,7 +125,7 @@ def test_the_right_key_in_the_wrong_role(made: Path) -> None:
             before, reader = len(echo.handled), client(echo.server.address, keys.load(made, "observer"), kind="observer")
             answer = await ask(reader)
             assert isinstance(answer, w.Refuse) and answer.reason == "observer s may not send Generate to gyre-rollout"
-            assert len(echo.handled) == before and echo.server.refused == 2
+            assert len(echo.handled) == before and echo.server.refusals.counts["kind"] == 2
             reader.close()
 
     go(body)
@@ -154,7 +154,7 @@ def test_an_identity_is_not_proof(made: Path) -> None:
             await asyncio.sleep(0.3)  # the server forgets the connection, not the name
             before, second = len(echo.handled), dealer("observer")
             second.send_multipart(encode(w.Ping(id=mint())))
-            await until(lambda: echo.server.refused or second.poll(0), "an answer")
+            await until(lambda: echo.server.refusals.counts["kind"] or second.poll(0), "an answer")
             assert len(echo.handled) == before
             second.close(0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import subprocess
 import sys
@@ -225,3 +226,21 @@ def test_a_held_address_is_free_after_kill_9(tmp_path: Path) -> None:
 
     go(body)
     holder.stdout.close()
+
+
+def test_binding_tcp_leaves_the_locks_of_files_alone(tmp_path: Path) -> None:
+    """SQLite's are such that closing any copy of the file's descriptor drops them; its next user would then cut the ledger's memory off under it."""
+    file = tmp_path / "locked"
+    ours = os.open(file, os.O_CREAT | os.O_RDWR)
+    fcntl.lockf(ours, fcntl.LOCK_EX)
+
+    async def body() -> None:
+        server, task = serve("tcp://127.0.0.1:*")
+        other = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        tried = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", other, str(file)], capture_output=True, text=True, check=False)
+        assert "BlockingIOError" in tried.stderr, tried
+        task.cancel()
+        server.close()
+
+    go(body)
+    os.close(ours)

@@ -79,7 +79,7 @@ def test_the_tokenizer_outlives_the_checkpoint_that_was_resumed_from(tiny_model:
         assert not first.exists() and (path / "chat_template.jinja").is_file() and (path / "tokenizer.json").is_file()
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "missing", "no state", "torn state"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "missing", "no state", "torn state", "../step-2/model.safetensors", "absolute"])
 def test_torn_checkpoint_is_skipped(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
     one = load(tiny_model)
     checkpoint.save(tmp_path, one, term=1, step=2, lr=0.1, keep=5)
@@ -96,8 +96,13 @@ def test_torn_checkpoint_is_skipped(tiny_model: Path, tmp_path: Path, caplog: py
             (last / "optimizer.safetensors").unlink()
         case "no state":
             state.unlink()
-        case _:
+        case "torn state":
             state.write_text(state.read_text()[:40])
+        case _:  # the very same bytes, but not its own file
+            elsewhere = tmp_path / "step-2" / "model.safetensors"
+            name = str(elsewhere) if damage == "absolute" else damage
+            state.write_text(state.read_text().replace('"model.safetensors"', json.dumps(name)))
+            assert (last / name).samefile(elsewhere)
     with caplog.at_level(logging.WARNING):
         found = checkpoint.last_good(tmp_path)
     assert found is not None and found.state.step == 2

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,7 +19,7 @@ from gyre.train.metrics import Tally
 from gyre.train.peers import Peers
 from gyre.train.protocols import CollectiveFailed, Finished, Group, Lost, Reduce, Voided
 from gyre.types import Version
-from gyre.weights.shared import Shared, host_id
+from gyre.weights.shared import Shared, attach, host_id
 from gyre.weights.snapshot import Snapshot, checksum_of
 from gyre.wire import messages as w
 
@@ -355,6 +357,18 @@ def test_shared_memory_needs_no_chunk_and_is_verified() -> None:
 
     asyncio.run(main())
     assert loaded == [bytes(64)] and not any(isinstance(m, w.PullChunk) for m in link.asked)
+
+
+def test_no_other_path_is_opened(tmp_path: Path) -> None:
+    """What a message names as shared memory is memory of gyre's, or it is not looked at."""
+    file = tmp_path / "secret"
+    file.write_bytes(bytes(64))
+    shared = Shared(64)
+    with file.open("rb") as opened:
+        of_the_file = f"/proc/{os.getpid()}/fd/{opened.fileno()}"
+        for path in (str(file), "/etc/passwd", of_the_file, f"{shared.path}/../0", "/proc/self/fd/../../../etc/passwd", "\0", ""):
+            assert attach(path, 64) is None, path
+        assert attach(shared.path, 64) == bytes(64)
 
 
 def test_snapshot_gone_is_a_new_join() -> None:

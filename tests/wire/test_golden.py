@@ -38,7 +38,7 @@ def sample(t: Any, seed: str) -> Any:
         return t(**{f.name: sample(f.type, f.name) for f in msgspec.structs.fields(t)})
     if isinstance(t, type) and issubclass(t, Enum):
         return list(t)[n % len(t)]
-    if get_origin(t) in (types.UnionType, typing.Union):
+    if get_origin(t) in (types.UnionType, typing.Union, typing.Annotated):
         return sample(get_args(t)[0], seed)
     if get_origin(t) is list:
         return [sample(get_args(t)[0], seed)]
