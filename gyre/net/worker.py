@@ -80,18 +80,18 @@ class Worker:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
         if self._coord is not None:
-            self._client = Client.connect(
-                self._coord,
-                FromCoord,
-                kind=self.kind,
-                name=self.name,
-                incarnation=self.incarnation,
-                run_id=self._run_id,
-                on_push=self._on_push,
-                keys=self._keys,
-            )
-            self._beat = asyncio.create_task(self._heartbeat())
+            self.attach(
+                Client.connect(
+                    self._coord, FromCoord, kind=self.kind, name=self.name, incarnation=self.incarnation, run_id=self._run_id,
+                    on_push=self.on_push, keys=self._keys,
+                )
+            )  # fmt: skip
         return self
+
+    def attach(self, client: Client) -> None:
+        """Beat to the coordinator behind `client`, whose pushes come to `on_push`."""
+        self._client = client
+        self._beat = asyncio.create_task(self._heartbeat())
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is not None and not isinstance(error, asyncio.CancelledError):
@@ -109,7 +109,7 @@ class Worker:
         self.exit_code = 128 + number
         self.stop.set()
 
-    def _on_push(self, message: Message, arrays: Arrays) -> None:
+    def on_push(self, message: Message, arrays: Arrays) -> None:
         self._silent_s = 0.0
         if isinstance(message, Stop):
             if not self.stop.is_set():
