@@ -26,7 +26,7 @@ from gyre.errors import EXIT_BUG, EXIT_BUSY, EXIT_FAILED, EXIT_OK, EXIT_USAGE
 
 STOP_S: Final = 30.0
 KILL_S: Final = 5.0
-EARLY_S: Final = 10.0  # the buffer's word that all steps are done may come this much after a trainer's end
+EARLY_S: Final = 10.0  # the buffer's word that all steps are done may come this much after a trainer's end; when it is not heard, later
 RESTARTS: Final = 5
 BACKOFF_S: Final = (1.0, 60.0)  # the first pause, doubled each time up to the second
 HEALTHY_S: Final = 300.0  # after so long a life, deaths before it do not count
@@ -122,7 +122,9 @@ class StopAsked(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """The buffer's counters changed."""
+    """The buffer's counters came, and changed."""
+
+    changed: bool = True
 
 
 class Added(msgspec.Struct, frozen=True):
@@ -203,6 +205,7 @@ class Machine:
         self.steps_done = False
         self._start_timeout_s, self._silent_s, self._stall_s = start_timeout_s, silent_s, stall_s
         self._progress_at, self._dumped = now, False
+        self._counted_at = now
         self._effects: list[Effect] = []
         for p in processes:
             p.since = p.heard_at = now
@@ -223,8 +226,10 @@ class Machine:
                 self._end(EXIT_FAILED, reason, "buffer")
             case StopAsked(code):
                 self._end(code, "asked to stop")
-            case Progress():
-                self._progress_at, self._dumped = now, False
+            case Progress(changed):
+                self._counted_at = now
+                if changed:
+                    self._progress_at, self._dumped = now, False
             case Added(process):
                 process.since = process.heard_at = now
                 self.processes[process.name] = process
@@ -254,7 +259,7 @@ class Machine:
         match p.health:
             case Health.RESTARTING if waited_s > self._start_timeout_s:
                 self._end(EXIT_FAILED, f"gave up after {self._start_timeout_s:.0f} s waiting for the hello of {p.name}", p.name)
-            case Health.GONE if p.kind in ("train", "sandbox") and not self.steps_done and not p.expected and waited_s > EARLY_S:
+            case Health.GONE if p.kind in ("train", "sandbox") and not self.steps_done and not p.expected and self._counted_at > p.since + EARLY_S:
                 self._end(EXIT_FAILED, f"{p.name} ended before the run's last step", p.name)
             case Health.DEAD if waited_s >= self._pause_s(p) and self.ending is None:
                 self._turn(now, p, Sign.DUE)

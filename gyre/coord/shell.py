@@ -1,7 +1,7 @@
 """The coordinator's doing: start processes, listen, tell cells what they are, show, stop in order.
 
 Soft state only: whatever it knows comes from the workers' statuses and the buffer's counters; what an earlier coordinator left is taken over as it
-is. What is said to workers is said again until a status shows that it was heard; the route table is the answer to every status of a sandbox.
+is. What is said to workers is said again until a status shows that it was heard.
 
 Not here: decisions (machine.py about processes, roles.py about cells).
 """
@@ -75,7 +75,6 @@ class Coordinator:
         self.roles = Roles(
             cells(plans), make_rule(rule), rule_name=rule, now=self._clock(), groups_per_step=config.system.groups_per_step,
             steps_per_burst=config.system.steps_per_burst, deadline_s=config.run.start_timeout_s,
-            epoch=int(time.time()),  # above those of a coordinator before this one
             rollouts_per_group=config.system.rollouts_per_group, known=self.knowledge.known if self.knowledge is not None else None,
         )  # fmt: skip
         self.routes: r.SendRoutes | None = None
@@ -211,7 +210,9 @@ class Coordinator:
         elif plan.cell:
             self._feed_roles(r.Heard(peer.name, message.role, message.epoch))
         elif plan.kind == "sandbox":
-            self._tell_routes(peer)
+            self._feed_roles(r.Followed(message.epoch))
+            if self.routes is not None and message.epoch < self.routes.epoch:
+                self._tell_routes(peer)
 
     def on_buffer(self, message: Message, arrays: Arrays) -> None:
         if isinstance(message, Counters):
@@ -228,9 +229,8 @@ class Coordinator:
     def _on_counters(self, c: Counters) -> None:
         self.view.counters = c
         progress = (c.term, c.step, c.published, c.states, c.taken_groups, c.eval_outstanding)
-        if progress != self._progress:
-            self._progress = progress
-            self._feed(m.Progress())
+        self._feed(m.Progress(progress != self._progress))
+        self._progress = progress
         if c.total_steps and c.step >= c.total_steps:
             self._feed(m.StepsDone())
         if c.failure:

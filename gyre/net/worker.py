@@ -61,7 +61,8 @@ class Worker:
     def _send(self) -> None:
         if self._client is not None:
             phase, detail, gauges = self._status
-            epoch = self.order.epoch if self.order is not None else 0
+            newest = self.order or self.routes
+            epoch = newest.epoch if newest is not None else 0
             self._client.send(
                 WorkerStatus(
                     id=mint(), phase=phase, detail=detail, gauges=gauges,

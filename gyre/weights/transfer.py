@@ -168,7 +168,7 @@ class PolicyServer:
                 missing = ", ".join(sorted(loaded)) or "none watches"
                 raise DeadlineExceeded(f"an engine to acknowledge version {version.term}.{version.step} (engines: {missing})", waited_s)
             try:
-                async with asyncio.timeout(min(1.0, deadline_s - waited_s)):
+                async with asyncio.timeout(min(1.0, deadline_s - waited_s + 0.001)):
                     await self._changed.wait()
             except TimeoutError:
                 continue  # an engine may have fallen silent meanwhile

@@ -55,6 +55,9 @@ def test_a_trainer_that_leaves_early_fails_the_run() -> None:
     assert m.handle(2.0, Exited("core", 0)) == []
     assert m.handle(12.0, Tick()) == []
     m.handle(12.1, Tick())
+    assert m.ending is None, "the buffer was not heard since: it may be that all is done"
+    m.handle(12.1, Progress(False))
+    m.handle(12.2, Tick())
     assert m.ending == End(1, "core ended before the run's last step", "core")
     m = up()
     m.handle(2.0, Exited("core", 0))
