@@ -20,6 +20,7 @@ import msgspec
 import pains
 
 from gyre import config
+from gyre.coord import machine
 from gyre.rules import microstep, roles
 from gyre.types import ENDINGS
 from gyre.wire import messages
@@ -102,6 +103,7 @@ def transitions() -> str:
         "The tables in code from which these are made are the ones that run. A pair that is not in a table cannot happen.\n",
     ]
     out.append(diagram("A cell's phase", roles.CELL_TRANSITIONS, "gyre/rules/roles.py"))
+    out.append(diagram("A process's health", machine.HEALTH, "gyre/coord/machine.py"))
     out.append(diagram("A micro-step", microstep.MICROSTEP_TRANSITIONS, "gyre/rules/microstep.py"))
     return "\n".join(out)
 

@@ -52,6 +52,12 @@ class Heard(msgspec.Struct, frozen=True):
     epoch: int
 
 
+class Followed(msgspec.Struct, frozen=True):
+    """A sandbox follows the route table of this epoch."""
+
+    epoch: int
+
+
 class Lost(msgspec.Struct, frozen=True):
     name: str
     reason: str
@@ -89,7 +95,7 @@ class Tick(msgspec.Struct, frozen=True):
     pass
 
 
-Event = Heard | Lost | Done | GivenUp | Counted | Joined | Retired | Tick
+Event = Heard | Followed | Lost | Done | GivenUp | Counted | Joined | Retired | Tick
 
 
 # effects

@@ -2,8 +2,10 @@
 
 Invariants
 - A cell's trainer is told to train only when its engine said, to this very order, that it is asleep; its engine is told to serve only when the
-  trainer said that it is idle. A process that does not live holds nothing: the two of a cell start asleep and idle.
-- An order is repeated until a status reports its epoch and the role wanted, so lost messages and restarted processes change nothing. Epochs grow.
+  trainer said that it is idle. A process that does not live holds nothing.
+- What a trainer loads at its first order takes the device: it gets that order only when the engine sleeps, and says idle when it has left it.
+- An order is repeated until a status reports its epoch and the role wanted, so lost messages and restarted processes change nothing. Epochs grow,
+  also past those of a coordinator before this one, which are known from the statuses.
 - Phases follow `gyre.rules.roles.CELL_TRANSITIONS`. What a cell is to become follows from the rule alone, or from a turn given up at its deadline.
 - Every turn has a deadline; then a complaint names the process waited for and what it says, and the cell is sent home, or asked anew.
 - A cell is lost when one of its processes is, and found when all live again. When one of the two is given up for good, the cell goes on as what the
@@ -26,6 +28,7 @@ from gyre.coord.cells import (
     Done,
     Effect,
     Event,
+    Followed,
     GivenUp,
     Heard,
     Joined,
@@ -50,9 +53,11 @@ class _Part(msgspec.Struct):
 
     role: str = ""
     epoch: int = 0
-    live: bool = False
+    live: bool | None = None  # None: not heard of yet
     asked_at: float = float("-inf")
     asked_epoch: int = 0
+    asked: str = ""
+    begins: bool = False  # a trainer in a new life, or with another core: at its next order it loads, which takes the device
 
 
 class Roles:
@@ -60,7 +65,7 @@ class Roles:
 
     def __init__(
         self, cells: list[Cell], rule: Rule, *, rule_name: str, now: float, groups_per_step: int, steps_per_burst: int,
-        deadline_s: float, epoch: int = 0, rollouts_per_group: int = 0, known: Callable[[float], Known | None] | None = None,
+        deadline_s: float, rollouts_per_group: int = 0, known: Callable[[float], Known | None] | None = None,
     ) -> None:  # fmt: skip
         self.cells = {c.name: c for c in cells}
         self.core = next((c.name for c in cells if c.trainer is not None), "")
@@ -69,21 +74,35 @@ class Roles:
         self._rule, self._rule_name = rule, rule_name
         self._b, self._n, self._mu, self._deadline_s = groups_per_step, rollouts_per_group, steps_per_burst, deadline_s
         self._known = known
-        self._epoch = epoch
+        self._epoch = 0
         self._parts = {p: _Part() for c in cells for p in c.parts}
         self._of = {p: c for c in cells for p in c.parts}
         self._leaving: set[str] = set()
         self._stay: tuple[Stay, tuple[object, ...]] | None = None
         self._routes: tuple[Route, ...] | None = None
+        self._routes_epoch = 0
+        self._renumbered: dict[str, None] = {}  # cells whose orders are to be said
         self._effects: list[Effect] = []
         for c in cells:
             self._begin(now, c)
 
     def handle(self, now: float, event: Event) -> list[Effect]:
+        touched = list(self.cells.values())
         match event:
             case Heard(name, role, epoch):
-                part = self._parts[name]
+                part, cell = self._parts[name], self._of.get(name)
+                if (part.role, part.epoch, part.live) == (role, epoch, True):
+                    return []  # most statuses say nothing new, and there are many; what time changes comes with a tick
                 part.role, part.epoch, part.live = role, epoch, True
+                part.begins = epoch == 0 or (part.begins and cell is not None and epoch < cell.epoch)
+                self._epoch = max(self._epoch, epoch)
+                if cell is not None and epoch > cell.epoch:
+                    self._renumber(cell)
+                touched = [cell] if cell is not None and cell.name in self.cells else []
+            case Followed(epoch):
+                if epoch <= self._routes_epoch:
+                    return []
+                self._epoch, self._routes, touched = max(self._epoch, epoch), None, []
             case Lost(name, reason):
                 self._lose(now, name, reason)
             case Done(name):
@@ -104,11 +123,14 @@ class Roles:
                 pass
             case _:
                 assert_never(event)
-        for cell in list(self.cells.values()):
+        for cell in list(self.cells.values()) if isinstance(event, Joined) else touched:
             self._advance(now, cell)
         self._decide(now)
-        for cell in list(self.cells.values()):
-            self._order(now, cell)
+        self._renumbered |= dict.fromkeys(c.name for c in touched)
+        for name in self._renumbered:
+            if name in self.cells:
+                self._order(now, self.cells[name])
+        self._renumbered.clear()
         self._route()
         effects, self._effects = self._effects, []
         return effects
@@ -140,6 +162,7 @@ class Roles:
     def _renumber(self, cell: Cell) -> None:
         self._epoch += 1
         cell.epoch = self._epoch
+        self._renumbered[cell.name] = None
 
     def _turn(self, now: float, cell: Cell, event: CellEvent, reason: str) -> None:
         before, cell.phase = cell.phase, turned(cell.phase, event)
@@ -165,7 +188,7 @@ class Roles:
         )  # fmt: skip
 
     def _lose(self, now: float, name: str, reason: str) -> None:
-        self._parts[name] = _Part()
+        self._parts[name] = _Part(live=False)
         cell = self._of.get(name)
         if cell is not None and cell.phase is not CellPhase.LOST:
             self._turn(now, cell, CellEvent.LOST, f"{name} {reason}")
@@ -187,6 +210,8 @@ class Roles:
         self._effects.append(Complain(f"the core is now {heir.name}, in place of {self.core}"))
         self.core = heir.name
         for cell in self.cells.values():
+            if cell.trainer is not None:
+                self._parts[cell.trainer].begins = True
             if not cell.fixed and cell.phase in (CellPhase.TO_TRAIN, CellPhase.TRAIN):
                 self._turn(now, cell, CellEvent.ORDER_ROLLOUT, f"{heir.name} is the new core")
             else:
@@ -200,8 +225,13 @@ class Roles:
         return part.epoch >= cell.epoch and part.role == role
 
     def _out(self, name: str | None, cell: Cell, role: str) -> bool:
-        """Is the other process of the cell out of the way? Dead, not heard of yet (it starts so), or it says so."""
-        return name is None or not self._parts[name].live or self._says(name, cell, role)
+        """Is the other process of the cell out of the way? Dead, or it says so; one that was not heard of yet may be at anything."""
+        return name is None or self._parts[name].live is False or self._says(name, cell, role)
+
+    def _asleep(self, cell: Cell) -> bool:
+        """Is its engine out of the way, as it started, or by order?"""
+        part = self._parts[cell.engine] if cell.engine is not None else _Part()
+        return self._out(cell.engine, cell, "asleep") or (part.role, part.epoch) == ("asleep", 0)
 
     def _advance(self, now: float, cell: Cell) -> None:
         """Take the phase on when the processes say so, and complain when they do not in time."""
@@ -223,12 +253,18 @@ class Roles:
                     self._turn(now, cell, CellEvent.FOUND, "its processes are back")
             case CellPhase.TO_TRAIN if self._says(cell.trainer, cell, "training"):
                 self._turn(now, cell, CellEvent.JOINED, "its trainer joined")
+            case CellPhase.ROLLOUT | CellPhase.TO_ROLLOUT if self._put_to_sleep(cell) and self._says(cell.trainer, cell, "idle"):
+                self._renumber(cell)  # the trainer is through: the engine may wake
             case CellPhase.TO_ROLLOUT if self._says(cell.engine, cell, "serving"):
                 self._turn(now, cell, CellEvent.SERVING, "its engine serves the current policy")
             case CellPhase.TO_TRAIN | CellPhase.TO_ROLLOUT if now - cell.since > self._deadline_s:
                 self._late(now, cell)
             case _:
                 pass
+
+    def _put_to_sleep(self, cell: Cell) -> bool:
+        """Was it the cell's newest order by which its engine sleeps?"""
+        return cell.engine is not None and self._parts[cell.engine].epoch == cell.epoch and self._parts[cell.engine].role == "asleep"
 
     def _late(self, now: float, cell: Cell) -> None:
         waited = f"gave up after {now - cell.since:.0f} s: {self._waits_for(cell)}"
@@ -288,7 +324,9 @@ class Roles:
                 found.append((cell.trainer, "train", "training"))
         else:
             found = [(cell.trainer, "rollout", "idle")]
-            if self._out(cell.trainer, cell, "idle"):
+            if cell.trainer is not None and self._parts[cell.trainer].begins and not self._asleep(cell):
+                found = [(cell.engine, "train", "asleep")]
+            elif self._out(cell.trainer, cell, "idle"):
                 found.append((cell.engine, "rollout", "serving"))
         return [(p, order, role) for p, order, role in found if p is not None and not self._says(p, cell, role)]
 
@@ -296,9 +334,9 @@ class Roles:
         core = self.cells.get(self.core)
         for name, role, _ in self._wanted(cell):
             part = self._parts[name]
-            if part.asked_epoch == cell.epoch and now - part.asked_at < REPEAT_S:
+            if (part.asked_epoch, part.asked) == (cell.epoch, role) and now - part.asked_at < REPEAT_S:
                 continue
-            part.asked_at, part.asked_epoch = now, cell.epoch
+            part.asked_at, part.asked_epoch, part.asked = now, cell.epoch, role
             self._effects.append(SendRole(name, role, cell.epoch, core.core_address if core else "", self.core))
 
     def _route(self) -> None:
@@ -312,6 +350,7 @@ class Roles:
         if routes != self._routes:
             self._routes = routes
             self._epoch += 1
+            self._routes_epoch = self._epoch
             self._effects.append(SendRoutes(self._epoch, routes))
 
     def _rolls(self, cell: Cell) -> bool:

@@ -1,7 +1,7 @@
 """The coordinator's doing: start processes, listen, tell cells what they are, show, stop in order.
 
 Soft state only: whatever it knows comes from the workers' statuses and the buffer's counters; what an earlier coordinator left is taken over as it
-is. What is said to workers is said again until a status shows that it was heard; the route table is the answer to every status of a sandbox.
+is. What is said to workers is said again until a status shows that it was heard.
 
 Not here: decisions (machine.py about processes, roles.py about cells).
 """
@@ -49,12 +49,13 @@ class Coordinator:
 
     def __init__(
         self, setup: Setup, plans: list[Plan], bind: str, rule: str = "async",
-        reread: Callable[[], Awaitable[list[Plan]]] | None = None, adopt: bool = False,
+        reread: Callable[[], Awaitable[list[Plan]]] | None = None, adopt: bool = False, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """`rule` as `gyre.rules.named` reads it; `reread` gives the plans of the hosts file as it is now, for SIGHUP; `adopt`: take over what
         lives of an earlier coordinator's. Raises `UsageError`."""
         config = setup.config
         self.setup = setup
+        self._clock = clock
         self.plans = {p.name: p for p in plans}
         self.bind = bind
         self.logs = setup.run_dir / "logs"
@@ -65,14 +66,13 @@ class Coordinator:
         self._strangers: set[int] = set()
         self.end: m.End | None = None
         self.machine = m.Machine(
-            [m.Process(name=p.name, kind=p.kind) for p in plans], now=time.monotonic(), start_timeout_s=config.run.start_timeout_s,
+            [m.Process(name=p.name, kind=p.kind) for p in plans], now=self._clock(), start_timeout_s=config.run.start_timeout_s,
             silent_s=config.net.engine_timeout_s, stall_s=config.run.stall_s,
         )  # fmt: skip
         self.knowledge = Knowledge(config.system.groups_per_step) if parse_rule(rule).kind == "lookahead" else None
         self.roles = Roles(
-            cells(plans), make_rule(rule), rule_name=rule, now=time.monotonic(), groups_per_step=config.system.groups_per_step,
+            cells(plans), make_rule(rule), rule_name=rule, now=self._clock(), groups_per_step=config.system.groups_per_step,
             steps_per_burst=config.system.steps_per_burst, deadline_s=config.run.start_timeout_s,
-            epoch=int(time.time()),  # above those of a coordinator before this one
             rollouts_per_group=config.system.rollouts_per_group, known=self.knowledge.known if self.knowledge is not None else None,
         )  # fmt: skip
         self.routes: r.SendRoutes | None = None
@@ -94,35 +94,39 @@ class Coordinator:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
         loop.add_signal_handler(signal.SIGHUP, lambda: self._aside(self._take_up()))
-        serving = asyncio.create_task(self.server.serve(self._on_worker))
+        serving = asyncio.create_task(self.server.serve(self.on_worker))
+        buffer = next(p.address for p in self.plans.values() if p.kind == "buffer")
+        client = Client.connect(
+            buffer, FromBuffer, kind="coord", name="coord", incarnation=os.urandom(6).hex(), on_push=self.on_buffer, keys=self.setup.keys
+        )
+        if not sys.stderr.isatty():
+            click.echo(f"{len(self.plans)} processes are started; their logs are in {self.logs}", err=True)
         try:
-            for name in self.plans:
-                self._start(name, False)
-            if not sys.stderr.isatty():
-                click.echo(f"{len(self.plans)} processes started; their logs are in {self.logs}", err=True)
-            buffer = next(p.address for p in self.plans.values() if p.kind == "buffer")
-            client = Client.connect(
-                buffer, FromBuffer, kind="coord", name="coord", incarnation=os.urandom(6).hex(), on_push=self._on_buffer, keys=self.setup.keys
-            )
-            self._buffer = client
-            watching = asyncio.create_task(self._subscribe(client))
-            self._feed_roles(r.Tick())
-            await self._until_gone(serving, watching)
-            watching.cancel()
-            for loose in self._loose:
-                loose.cancel()
-            client.close()
+            return await self.conduct(client, serving)
         finally:
             serving.cancel()
+            client.close()
             await self._kill_all()  # only after a bug: whatever still lives must not be left behind
             self.server.close()
+
+    async def conduct(self, buffer: Client, *serving: asyncio.Task[None]) -> m.End:
+        """The run, once there are sockets. `serving`: tasks that end only by a bug."""
+        self._buffer = buffer
+        for name in self.plans:
+            self._start(name, False)
+        watching = asyncio.create_task(self._subscribe(buffer))
+        self._feed_roles(r.Tick())
+        await self._until_gone(watching, *serving)
+        watching.cancel()
+        for loose in self._loose:
+            loose.cancel()
         assert self.end is not None
         return self.end
 
-    async def _until_gone(self, serving: asyncio.Task[None], watching: asyncio.Task[None]) -> None:
+    async def _until_gone(self, *tasks: asyncio.Task[None]) -> None:
         try:
             while self.end is None:
-                for task in (serving, watching, *(child.task for child in self.children.values())):
+                for task in (*tasks, *(child.task for child in self.children.values())):
                     if task.done() and not task.cancelled():
                         task.result()  # a bug there must not go unseen
                 self._feed(m.Tick())
@@ -154,7 +158,7 @@ class Coordinator:
         self.peers.pop(name, None)
         self.window.show(self.plans[name], "ended", "not reached" if code == m.UNREACHED else f"exit code {code}")
         self._feed(m.Exited(name, code))
-        if self.plans[name].kind == "train" and self.machine.processes[name].phase is m.Phase.GONE and code == 0:
+        if self.plans[name].kind == "train" and self.machine.processes[name].health is m.Health.GONE and code == 0:
             self._feed_roles(r.Done(name))
 
     async def _subscribe(self, client: Client) -> None:
@@ -171,10 +175,10 @@ class Coordinator:
                 log.warning("%s", e)
             else:
                 heard = True
-                self._on_buffer(reply, {})
+                self.on_buffer(reply, {})
             await asyncio.sleep(_SUBSCRIBE_S)
 
-    def _on_worker(self, peer: Peer, message: Message, arrays: Arrays) -> None:
+    def on_worker(self, peer: Peer, message: Message, arrays: Arrays) -> None:
         if isinstance(message, AskStatus):
             self.server.send(peer, self.window.status(message, {c.name: c.phase.value for c in self.roles.cells.values()}))
         if not isinstance(message, WorkerStatus):
@@ -194,32 +198,33 @@ class Coordinator:
         self.window.show(plan, message.phase, message.detail, role=message.role, gauges=message.gauges, version=message.version)
         if message.gauges.get("tokens_s"):
             self._feed(m.Progress())  # an execution may take hours
-        if (back := self.machine.processes[peer.name]).phase is m.Phase.STARTING and back.deaths:
+        if (back := self.machine.processes[peer.name]).health is m.Health.RESTARTING and back.deaths:
             log.warning("%s is back", peer.name)
         self._feed(m.HelloSeen(peer.name, message.phase in ("ready", "working")))
-        if self.machine.processes[peer.name].phase is m.Phase.STOPPING:
+        if self.machine.processes[peer.name].health is m.Health.STOPPING:
             self._tell_stop(peer.name)  # again: the first may have been lost
         elif plan.cell:
             self._feed_roles(r.Heard(peer.name, message.role, message.epoch))
         elif plan.kind == "sandbox":
-            self._tell_routes(peer)
+            self._feed_roles(r.Followed(message.epoch))
+            if self.routes is not None and message.epoch < self.routes.epoch:
+                self._tell_routes(peer)
 
-    def _on_buffer(self, message: Message, arrays: Arrays) -> None:
+    def on_buffer(self, message: Message, arrays: Arrays) -> None:
         if isinstance(message, Counters):
             self._on_counters(message)
         elif isinstance(message, Events):
             for text in message.lines:
                 event = decode(text)
                 if self.knowledge is not None:
-                    self.knowledge.take(time.monotonic(), event.kind, event.fields)
+                    self.knowledge.take(self._clock(), event.kind, event.fields)
                 self.window.take(event)
 
     def _on_counters(self, c: Counters) -> None:
         self.window.view.counters = c
         progress = (c.term, c.step, c.published, c.states, c.taken_groups, c.eval_outstanding)
-        if progress != self._progress:
-            self._progress = progress
-            self._feed(m.Progress())
+        self._feed(m.Progress(progress != self._progress))
+        self._progress = progress
         if c.total_steps and c.step >= c.total_steps:
             self._feed(m.StepsDone())
         if c.failure:
@@ -231,7 +236,7 @@ class Coordinator:
     def _core_gone(self) -> bool:
         """The last step is saved, or will never be."""
         core = self.roles.cells.get(self.roles.core)
-        return core is None or core.trainer is None or self.machine.processes[core.trainer].phase is m.Phase.GONE
+        return core is None or core.trainer is None or self.machine.processes[core.trainer].health is m.Health.GONE
 
     def _on_signal(self, number: int) -> None:
         if self.machine.ending is not None:
@@ -284,7 +289,7 @@ class Coordinator:
         return f"{len(new)} processes more, {len(here - plans.keys())} fewer"
 
     def _feed(self, event: m.Event) -> None:
-        for effect in self.machine.handle(time.monotonic(), event):
+        for effect in self.machine.handle(self._clock(), event):
             match effect:
                 case m.Start(name, again):
                     self._start(name, again)
@@ -313,7 +318,7 @@ class Coordinator:
         self.roles.ending = self.machine.ending is not None
 
     def _feed_roles(self, event: r.Event) -> None:
-        for effect in self.roles.handle(time.monotonic(), event):
+        for effect in self.roles.handle(self._clock(), event):
             match effect:
                 case r.SendRole(name, role, epoch, core, core_cell):
                     if name in self.peers:

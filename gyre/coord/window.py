@@ -58,7 +58,7 @@ class Window:
         from gyre.report import metrics
 
         def read() -> Iterable[metrics.Sample]:
-            view, gauges = self.view, {"refused": float(server.refused), "strangers": float(server.strangers)}
+            view, gauges = self.view, server.refusals.gauges()
             own = ProcessStatus(name="coord", kind="coord", phase="working", gauges=gauges)
             for process in [own, *view.processes.values()]:
                 yield from metrics.of_process(process)

@@ -57,6 +57,11 @@ class Refusals:
         if first or n & (n - 1) == 0:
             log.warning("refused (%s, %d so far): %s", reason, n, text)
 
+    def gauges(self) -> dict[str, float]:
+        """For whoever watches. A stranger has no key of the run."""
+        strangers = self.counts["key"]
+        return {"refused": float(self.counts.total() - strangers), "strangers": float(strangers)}
+
 
 class Clients:
     """How much each may still send, by identity; the one not heard of for longest comes first."""

@@ -68,15 +68,15 @@ class Worker:
         """What it last said, as its coordinator would know it."""
         phase, detail, gauges = self._status
         if self.server is not None:
-            gauges = {**gauges, "refused": self.server.refused, "strangers": self.server.strangers}
+            gauges = {**gauges, **self.server.refusals.gauges()}
         return ProcessStatus(
             name=self.name, kind=self.kind, phase=phase, detail=detail, cell=self.cell, role=self.role, gauges=gauges, version=self.version
         )  # fmt: skip
 
     def _send(self) -> None:
         if self._client is not None:
-            seen = self.seen()
-            epoch = self.order.epoch if self.order is not None else 0
+            seen, newest = self.seen(), self.order or self.routes
+            epoch = newest.epoch if newest is not None else 0
             self._client.send(
                 WorkerStatus(
                     id=mint(), phase=seen.phase, detail=seen.detail, gauges=seen.gauges,
@@ -97,18 +97,18 @@ class Worker:
         loop.add_signal_handler(signal.SIGUSR1, write_tasks)
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr, chain=True)  # the threads', even when the loop itself hangs
         if self._coord is not None:
-            self._client = Client.connect(
-                self._coord,
-                FromCoord,
-                kind=self.kind,
-                name=self.name,
-                incarnation=self.incarnation,
-                run_id=self._run_id,
-                on_push=self._on_push,
-                keys=self._keys,
-            )
-            self._beat = asyncio.create_task(self._heartbeat())
+            self.attach(
+                Client.connect(
+                    self._coord, FromCoord, kind=self.kind, name=self.name, incarnation=self.incarnation, run_id=self._run_id,
+                    on_push=self.on_push, keys=self._keys,
+                )
+            )  # fmt: skip
         return self
+
+    def attach(self, client: Client) -> None:
+        """Beat to the coordinator behind `client`, whose pushes come to `on_push`."""
+        self._client = client
+        self._beat = asyncio.create_task(self._heartbeat())
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is not None and not isinstance(error, asyncio.CancelledError):
@@ -126,7 +126,7 @@ class Worker:
         self.exit_code = 128 + number
         self.stop.set()
 
-    def _on_push(self, message: Message, arrays: Arrays) -> None:
+    def on_push(self, message: Message, arrays: Arrays) -> None:
         self._silent_s = 0.0
         if isinstance(message, Stop):
             if not self.stop.is_set():

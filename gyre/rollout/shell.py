@@ -17,10 +17,12 @@ Not here: what an engine does (engine.py), how weights travel (gyre/weights/tran
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,13 +31,13 @@ import msgspec
 from gyre.config import Config
 from gyre.errors import DeadlineExceeded
 from gyre.net.endpoints import endpoint
-from gyre.net.sockets import Peer, Server, mint
+from gyre.net.sockets import Client, Peer, Server, mint
 from gyre.rollout.engine import INITIAL, Completion, Engine, EngineRefused, EngineRequest
 from gyre.types import TensorSpec, Version
 from gyre.weights.transfer import PolicyClient
 from gyre.wire.arrays import f32, i32
 from gyre.wire.codec import Arrays
-from gyre.wire.messages import Abort, EngineRefuse, Generate, Generated, Message, Ping, Pong, ToRollout
+from gyre.wire.messages import Abort, EngineRefuse, FromTrain, Generate, Generated, Message, Ping, Pong, ToRollout
 
 if TYPE_CHECKING:
     from gyre.cli import Setup
@@ -240,6 +242,18 @@ class Part:
         if worker.order is not None:
             self._ordered.set()
 
+    async def open(self) -> Engine:
+        """The engine. Raises `UsageError`."""
+        return await asyncio.to_thread(open_engine, self._setup.config)
+
+    def connect(self, core: str, on_push: Callable[[Message, Arrays], None]) -> Client:
+        """To the core, whose policy is followed."""
+        s = self._setup
+        return Client.connect(
+            core, FromTrain, kind="rollout", name=self._cell, incarnation=self._worker.incarnation, run_id=s.run_id,
+            resend_s=s.config.net.resend_s, on_push=on_push, keys=s.keys,
+        )  # fmt: skip
+
     async def run(self) -> None:
         asleep = self._auto
         if asleep:
@@ -271,7 +285,7 @@ class Part:
         if desk.version is None:
             worker.set_role("waking")
         if desk.engine is None:
-            desk.engine = await asyncio.to_thread(open_engine, self._setup.config)
+            desk.engine = await self.open()
             log.info("%s is ready for a policy", self._cell)
         else:
             await asyncio.wrap_future(desk.engine.wake())
@@ -302,18 +316,9 @@ class Part:
         if not self._follow:
             await self._load(INITIAL, [], memoryview(b""))
             await asyncio.Event().wait()
-        net = self._setup.config.net
         while True:
-            client = PolicyClient(
-                core,
-                self._load,
-                cell=self._cell,
-                incarnation=self._worker.incarnation,
-                run_id=self._setup.run_id,
-                request_timeout_s=net.request_timeout_s,
-                resend_s=net.resend_s,
-                keys=self._setup.keys,
-            )
+            connect = functools.partial(self.connect, core)
+            client = PolicyClient(connect, self._load, cell=self._cell, request_timeout_s=self._setup.config.net.request_timeout_s)
             try:
                 await client.run(self._setup.config.run.start_timeout_s)
             except DeadlineExceeded as e:

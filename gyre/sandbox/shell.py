@@ -53,7 +53,7 @@ async def run(setup: Setup, worker: Worker, drain_s: float = 5.0) -> None:
         router.follow(worker.routes)
     try:
         async with _executor(config, router, setup.run_id) as executor:
-            await _Shell(setup, worker, buffer, executor, router).run(drain_s)
+            await Shell(setup, worker, buffer, executor, router).run(drain_s)
     finally:
         router.close()
         buffer.close()
@@ -89,7 +89,9 @@ async def _executor(config: Config, router: Router, run_id: str) -> AsyncIterato
         await backend.close()
 
 
-class _Shell:
+class Shell:
+    """Leases tickets, has them executed, and reports what came of it."""
+
     def __init__(self, setup: Setup, worker: Worker, buffer: Client, executor: _Executes, router: Router) -> None:
         self._setup, self._worker, self._buffer, self._executor, self._router = setup, worker, buffer, executor, router
         self._slots = setup.config.sandbox.slots

@@ -21,7 +21,7 @@ import torch
 
 from gyre.cli import Setup
 from gyre.config import Config
-from gyre.errors import UsageError, WorkFailed
+from gyre.errors import UsageError
 from gyre.net.endpoints import endpoint
 from gyre.net.sockets import Client, Peer, Server
 from gyre.net.worker import Worker
@@ -203,29 +203,8 @@ class Cell:
 
     async def be_told(self, resume: bool) -> None:
         """Be what the newest order says, until the run's end."""
-        self.orders.phase("idle")
         self.worker.status("ready", "waits for the coordinator")
-        core = await self.orders.core_other_than(("", ""))
-        while True:
-            name, address = core
-            if name == self.name:
-                part = asyncio.ensure_future(self.be_core(resume, fresh=not resume))
-            else:
-                part = asyncio.ensure_future(self.be_satellite(address))
-            other = asyncio.ensure_future(self.orders.core_other_than(core))
-            try:
-                await asyncio.wait([part, other], return_when=asyncio.FIRST_COMPLETED)
-                if part.done():
-                    part.result()
-                    return
-                if name == self.name:
-                    raise WorkFailed(f"cell {other.result()[0]} is the core now; this one ends")
-                core, resume = other.result(), True  # from here on there is a run to go on with
-            finally:
-                for task in (part, other):
-                    task.cancel()
-                await asyncio.wait([part, other])
-            log.info("the core is now %s at %s", *core)
+        await self.orders.be_told(self.name, lambda again: self.be_core(again, fresh=not again), self.be_satellite, resume)
 
     # --- core ---
 
@@ -263,6 +242,7 @@ class Cell:
         renewing = self.tasks.create_task(ledger.renew_for_ever())
         try:
             await loop.run()
+            await self.compute(learner.sleep)  # the cell's engine may wake before this process has ended
             self.orders.phase("idle")
             worker.status("working", "lends the last policy until it is evaluated")
             await peers.farewell(_FAREWELL_S)

@@ -21,7 +21,6 @@ from typing import Final, Protocol
 import msgspec
 
 from gyre.errors import DeadlineExceeded
-from gyre.net.keys import Keys
 from gyre.net.sockets import Client, Peer, mint
 from gyre.types import TensorSpec, Version
 from gyre.weights.snapshot import Gone, Snapshot, SnapshotStore, checksum_of
@@ -169,7 +168,7 @@ class PolicyServer:
                 missing = ", ".join(sorted(loaded)) or "none watches"
                 raise DeadlineExceeded(f"an engine to acknowledge version {version.term}.{version.step} (engines: {missing})", waited_s)
             try:
-                async with asyncio.timeout(min(1.0, deadline_s - waited_s)):
+                async with asyncio.timeout(min(1.0, deadline_s - waited_s + 0.001)):
                     await self._changed.wait()
             except TimeoutError:
                 continue  # an engine may have fallen silent meanwhile
@@ -178,40 +177,35 @@ class PolicyServer:
 Load = Callable[[Version, list[TensorSpec], memoryview], Awaitable[None]]
 """Serve these weights from now on; returns when it is so. The bytes are the callee's until it returns."""
 
+Connect = Callable[[Callable[[w.Message, Arrays], None]], Client]
+"""A client of the trainer, given what takes its pushes."""
+
 
 class PolicyClient:
-    """The engine's side: keeps the engine at the newest version that the trainer at `address` lends, until cancelled.
+    """The engine's side: keeps the engine at the newest version that the trainer lends, until cancelled.
 
     What `load` raises ends `run`. Losing the trainer does not: the engine goes on serving what it has and watches again.
     """
 
     def __init__(
         self,
-        address: str,
+        connect: Connect,
         load: Load,
         *,
         cell: str,
-        incarnation: str,
-        run_id: str = "",
         request_timeout_s: float = 60.0,
-        resend_s: float = 5.0,
         chunk_bytes: int = CHUNK_BYTES,
         watch_every_s: float = WATCH_EVERY_S,
-        keys: Keys | None = None,
     ) -> None:
-        self._address, self._load, self._cell, self._incarnation, self._run_id = address, load, cell, incarnation, run_id
-        self._timeout_s, self._resend_s, self._watch_every_s = request_timeout_s, resend_s, watch_every_s
-        self._chunk_bytes, self._keys = chunk_bytes, keys
+        self._connect, self._load, self._cell = connect, load, cell
+        self._timeout_s, self._watch_every_s, self._chunk_bytes = request_timeout_s, watch_every_s, chunk_bytes
         self._offer: w.PolicyAvailable | None = None
         self._offered = asyncio.Event()
         self.version: Version | None = None
 
     async def run(self, start_timeout_s: float) -> None:
         """Watch and load until cancelled. Raises `DeadlineExceeded` when no trainer answers within `start_timeout_s`, or `Refused`."""
-        client = Client.connect(
-            self._address, w.FromTrain, kind="rollout", name=self._cell, incarnation=self._incarnation, run_id=self._run_id,
-            resend_s=self._resend_s, on_push=self._on_push, keys=self._keys,
-        )  # fmt: skip
+        client = self._connect(self._on_push)
         tasks: list[asyncio.Task[None]] = []
         try:
             await client.ready(start_timeout_s, "gyre-train")

@@ -593,7 +593,7 @@ class WorkerStatus(Message, frozen=True, kw_only=True):
     cell: str = ""  # the cell it belongs to, for engines and trainers
     address: str = ""  # what it listens on
     role: str = ""  # engines: serving | closing | asleep | waking; trainers: idle | joining | training | leaving; "" for others
-    epoch: int = 0  # of the newest role command that it has taken up
+    epoch: int = 0  # of the newest role command that it has taken up; sandboxes: of the route table; 0: of none
     version: Version | None = None  # engines: what they serve; trainers: the weights they hold
 
 

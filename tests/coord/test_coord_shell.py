@@ -32,11 +32,11 @@ from gyre.wire.messages import Stop
 
 class Deaf(Worker):
     lost = 0
-    def _on_push(self, message, arrays):
+    def on_push(self, message, arrays):
         if isinstance(message, Stop) and not self.lost:
             self.lost = 1
         else:
-            super()._on_push(message, arrays)
+            super().on_push(message, arrays)
 
 async def main():
     async with Deaf(sys.argv[1], kind="sandbox", name="box", run_id=sys.argv[2]) as worker:

@@ -13,11 +13,11 @@ from gyre.coord.machine import (
     End,
     Exited,
     GiveUp,
+    Health,
     HelloSeen,
     Kill,
     Machine,
     Missing,
-    Phase,
     Process,
     Progress,
     Removed,
@@ -58,6 +58,9 @@ def test_a_trainer_that_leaves_early_fails_the_run() -> None:
     assert m.handle(2.0, Exited("core", 0)) == []
     assert m.handle(12.0, Tick()) == []
     m.handle(12.1, Tick())
+    assert m.ending is None, "the buffer was not heard since: it may be that all is done"
+    m.handle(12.1, Progress(False))
+    m.handle(12.2, Tick())
     assert m.ending == End(1, "core ended before the run's last step", "core")
     m = up()
     m.handle(2.0, Exited("core", 0))
@@ -87,7 +90,7 @@ def test_what_worked_or_was_killed_is_started_again_with_growing_pauses() -> Non
     m, now = up(worked=True), 10.0
     for pause in (1.0, 2.0, 4.0, 8.0, 16.0):
         assert m.handle(now, Exited("core", -9)) == [Missing("core", "was killed by signal 9")]
-        assert m.handle(now + pause - 0.1, Tick()) == [] and m.processes["core"].phase is Phase.WAITING
+        assert m.handle(now + pause - 0.1, Tick()) == [] and m.processes["core"].health is Health.DEAD
         assert m.handle(now + pause, Tick()) == [Start("core")]
         assert m.handle(now + pause + 1, HelloSeen("core")) == []
         now += pause + 2
@@ -117,7 +120,7 @@ def test_one_of_several_is_given_up_and_the_run_goes_on() -> None:
         m.handle(now + 61.0, HelloSeen("other"))
         now += 62.0
     assert effects == [Missing("other", "ended with exit code 1"), GiveUp("other")]
-    assert m.ending is None and m.processes["other"].phase is Phase.GONE
+    assert m.ending is None and m.processes["other"].health is Health.GONE
     m.handle(now, StopAsked(130))
     assert m.ending == End(130, "asked to stop", None)
 
@@ -126,7 +129,7 @@ def test_whoever_waits_to_be_started_is_not_when_the_run_ends() -> None:
     m = up(worked=True)
     m.handle(2.0, Exited("cell", -9))
     m.handle(2.5, StopAsked(130))
-    assert m.processes["cell"].phase is Phase.GONE
+    assert m.processes["cell"].health is Health.GONE
     assert Start("cell") not in m.handle(9.0, Tick())
 
 

@@ -13,6 +13,7 @@ from gyre.coord.cells import (
     Counted,
     Done,
     Effect,
+    Followed,
     GivenUp,
     Heard,
     Joined,
@@ -68,14 +69,18 @@ def serving(*cells: Cell, rule: str = "elastic") -> Roles:
     return r
 
 
-def test_at_the_start_all_wake_and_trainers_are_not_waited_for() -> None:
+def test_at_the_start_each_engine_wakes_when_its_trainer_has_left_the_device() -> None:
     r = roles()
     first = r.handle(0.0, Tick())
-    assert orders(first) == [("a-train", "rollout"), ("a-rollout", "rollout"), ("b-train", "rollout"), ("b-rollout", "rollout")]
+    assert orders(first) == [("a-train", "rollout"), ("b-train", "rollout")]
     assert first[0] == SendRole("a-train", "rollout", 1, "at-a-train", "a")
     assert [e.engines for e in first if isinstance(e, SendRoutes)] == [(Route("a", "at-a-rollout", 0, False), Route("b", "at-b-rollout", 1, False))]
     assert r.handle(0.5, Tick()) == []
-    assert len(orders(r.handle(REPEAT_S, Tick()))) == 4, "said again until it is heard"
+    assert len(orders(r.handle(REPEAT_S, Tick()))) == 2, "said again until it is heard"
+    assert orders(r.handle(1.0, Heard("b-train", "idle", 0))) == [("b-rollout", "train")], "it was not heard of: it may hold the device"
+    assert orders(r.handle(2.5, Heard("b-rollout", "asleep", 0))) == [("b-train", "rollout")], "it does not: it starts asleep"
+    assert orders(obey(r, 2.6, "b-train", "leaving")) == [], "what it loads takes the device"
+    assert orders(obey(r, 2.7, "b-train", "idle")) == [("b-rollout", "rollout")]
     done = obey(r, 1.0, "b-rollout", "serving")
     assert events(done) == [("b", "train", "rollout", "rollout")]
     (routes,) = [e for e in done if isinstance(e, SendRoutes)]
@@ -170,6 +175,9 @@ def test_a_core_given_up_is_promoted_elsewhere_and_all_are_told() -> None:
     given_up = r.handle(4.0, GivenUp("a-train"))
     assert r.core == "b" and Complain("the core is now b, in place of a") in given_up
     told = [e for e in given_up if isinstance(e, SendRole)]
+    for name in ("b-rollout", "c-rollout"):  # while the trainers load anew
+        assert (name, "train") in orders(given_up)
+        told += [e for e in obey(r, 4.02, name, "asleep") if isinstance(e, SendRole)]
     told += [e for name in ("b-train", "c-train") for e in obey(r, 4.05, name, "idle") if isinstance(e, SendRole)]
     assert {e.core for e in told} == {"at-b-train"} and {e.core_cell for e in told} == {"b"}
     assert {e.name for e in told} == {"a-rollout", "b-train", "b-rollout", "c-train", "c-rollout"}
@@ -214,8 +222,8 @@ def test_a_cell_joins_and_is_retired() -> None:
     r = serving()
     r.handle(2.5, Counted(Level(40, 1, 1, 0)))
     joined = r.handle(3.0, Joined(cell("c")))
-    assert orders(joined) == [("c-train", "rollout"), ("c-rollout", "rollout")]
-    obey(r, 3.5, "c-train", "idle")
+    assert orders(joined) == [("c-train", "rollout")]
+    assert orders(obey(r, 3.5, "c-train", "idle")) == [("c-rollout", "rollout")]
     obey(r, 3.6, "c-rollout", "serving")
     leaving = r.handle(4.0, Retired("c"))
     assert ("c-rollout", "train") in orders(leaving)
@@ -225,6 +233,31 @@ def test_a_cell_joins_and_is_retired() -> None:
     assert Retire(("c-train", "c-rollout")) in gone
     assert [[x.cell for x in e.engines] for e in gone if isinstance(e, SendRoutes)] == [["a", "b"]]
     assert r.handle(5.0, Lost("c-rollout", "ended")) == []
+
+
+def test_an_engine_sleeps_while_a_trainer_that_came_back_loads() -> None:
+    r = serving()
+    r.handle(3.0, Lost("b-train", "was killed by signal 9"))
+    assert orders(r.handle(5.0, Heard("b-train", "idle", 0))) == [("b-rollout", "train")]
+    assert orders(obey(r, 5.1, "b-rollout", "closing")) == []
+    assert orders(obey(r, 5.2, "b-rollout", "asleep")) == [("b-train", "rollout")]
+    assert orders(obey(r, 5.3, "b-train", "leaving")) == []
+    assert orders(obey(r, 5.4, "b-train", "idle")) == [("b-train", "rollout")], "a new order, which the engine will not take for the old one"
+    assert orders(obey(r, 5.5, "b-train", "idle")) == [("b-rollout", "rollout")]
+    assert events(obey(r, 5.6, "b-rollout", "serving")) == [("b", "train", "rollout", "rollout")]
+
+
+def test_a_coordinator_that_comes_back_gives_orders_above_those_of_the_one_before() -> None:
+    """Its clock may have been set back, its predecessor may have counted far: what it knows is what they say."""
+    r = roles()
+    assert ("a-rollout", "rollout") not in orders(r.handle(0.0, Heard("a-rollout", "serving", 900))), "its trainer may be training"
+    assert r.cells["a"].epoch > 900
+    again = r.handle(0.1, Heard("a-train", "training", 905))
+    assert [(e.name, e.role) for e in again if isinstance(e, SendRole)] == [("a-train", "rollout")] and r.cells["a"].epoch > 905
+    assert orders(obey(r, 0.5, "a-train", "idle")) == [("a-rollout", "rollout")]
+    routes = [e.epoch for e in r.handle(0.6, Followed(2000)) if isinstance(e, SendRoutes)]
+    assert routes and routes[0] > 2000
+    assert r.handle(0.7, Followed(routes[0])) == []
 
 
 @pytest.mark.pain(14)

@@ -16,7 +16,7 @@ from gyre.net.sockets import Client, Peer, Server, mint
 from gyre.types import TensorSpec, Version
 from gyre.weights import transfer
 from gyre.weights.snapshot import Snapshot, checksum_of
-from gyre.weights.transfer import PolicyClient, PolicyServer
+from gyre.weights.transfer import Connect, PolicyClient, PolicyServer
 from gyre.wire.codec import Arrays
 from gyre.wire.messages import Chunk, FromTrain, Message, PolicyAvailable, PolicyLoaded, PullChunk, Refuse, SnapshotGone, ToTrain, WatchPolicy
 
@@ -51,6 +51,12 @@ async def trainer(address: str, **options: Any) -> AsyncIterator[PolicyServer]:
         server.close()
 
 
+def core_at(address: str, cell: str = "cell", incarnation: str = "1", resend_s: float = 5.0) -> Connect:
+    return lambda push: Client.connect(
+        address, FromTrain, kind="rollout", name=cell, incarnation=incarnation, run_id="run", resend_s=resend_s, on_push=push
+    )  # fmt: skip
+
+
 class Engine:
     """An engine that notes what it is given; `gate` holds it up."""
 
@@ -58,8 +64,8 @@ class Engine:
         self.loaded: list[Version] = []
         self.gate = asyncio.Event()
         self.gate.set()
-        options = {"chunk_bytes": 1000, "request_timeout_s": 2.0, "resend_s": 0.1, "watch_every_s": 0.1, **options}
-        self.client = PolicyClient(address, self._load, cell=cell, incarnation=incarnation, run_id="run", **options)
+        options = {"chunk_bytes": 1000, "request_timeout_s": 2.0, "watch_every_s": 0.1, **options}
+        self.client = PolicyClient(core_at(address, cell, incarnation, resend_s=0.1), self._load, cell=cell, **options)
         self.task = asyncio.create_task(self.client.run(20.0))
 
     async def _load(self, version: Version, tensors: list[TensorSpec], data: memoryview) -> None:
@@ -199,7 +205,7 @@ def test_damaged_bytes_are_never_loaded(address: str) -> None:
 
 def test_no_trainer_is_a_deadline_that_names_it(address: str) -> None:
     async def story() -> None:
-        client = PolicyClient(address, Engine(address)._load, cell="c", incarnation="1")
+        client = PolicyClient(core_at(address), Engine(address)._load, cell="c")
         with pytest.raises(DeadlineExceeded, match="waiting for gyre-train at ipc://"):
             await client.run(0.2)
 
@@ -214,7 +220,7 @@ def test_what_loading_raises_ends_the_client(address: str) -> None:
         async with trainer(address) as policy:
             policy.publish(snapshot(V1))
             with pytest.raises(RuntimeError, match="does not fit"):
-                await PolicyClient(address, load, cell="c", incarnation="1", run_id="run").run(20)
+                await PolicyClient(core_at(address), load, cell="c").run(20)
 
     run(story())
 

@@ -82,7 +82,11 @@ def test_elastic(v: View, expected: str) -> None:
         (view("rrrr", 5, 0), "stay"),
         (view("TRRR", 5, 3, 0, cell_burst=4), "a>rollout"),
         (view("RRRR", 0, 3, 7), "a>train"),  # nothing runs that could make more ready
-        (view("RRRR", 0, 3, 0), "stay"),
+        (view("RRRR", 0, 3, 0), "a>train"),  # all was lost: the step closes with nothing
+        (view("TTTT", 5, 1, 3), "a>rollout"),  # the step waits for executions that nobody serves
+        (view("rTTT", 5, 1, 3), "b>rollout"),
+        (view("RRRR", 5, 1, 3), "stay"),
+        (view("TTTR", 5, 1, 3, fixed="d"), "stay"),
     ],
 )
 def test_colocate(v: View, expected: str) -> None:

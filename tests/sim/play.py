@@ -3,6 +3,7 @@
 python tests/sim/play.py 17          play one world; print its plan, what befell it, and what is wrong with it
 python tests/sim/play.py 17 --log    and what its processes logged, in virtual time
 python tests/sim/play.py 17 --said   and every message
+python tests/sim/play.py 17 --fleet  the world of that seed that has a coordinator
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import sys
 
 from theorem import clock
-from theorem.trial import trial
+from theorem.trial import fleet_trial, trial
 
 
 class _Formatter(logging.Formatter):
@@ -30,18 +31,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("seed", type=int)
     parser.add_argument("--log", action="store_true", help="print what processes log, in virtual time")
     parser.add_argument("--said", action="store_true", help="print every message")
+    parser.add_argument("--fleet", action="store_true", help="play the world that has a coordinator")
     options = parser.parse_args(arguments)
     if options.log:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(_Formatter())
         logging.basicConfig(level=logging.INFO, handlers=[handler])
-    verdict = trial(options.seed)
+    verdict = (fleet_trial if options.fleet else trial)(options.seed)
     print(verdict.plan)
     for s in verdict.chronicle.said if options.said else ():
         print(f"{s.at_s:9.3f} {s.sender} -> {s.to}: {s.message}")
     print(f"{verdict.seconds:.3f} s of virtual time, {verdict.turns} turns, digest {verdict.chronicle.digest()}")
     print("\n".join(verdict.struck or ["no fault struck"]))
-    print("\n".join(verdict.findings or ["one cell alone, to the last bit that floating point allows"]))
+    print("\n".join(verdict.findings or ["nothing is wrong: each update is that of one cell alone, to the last bit that floating point allows"]))
     return bool(verdict.findings)
 
 

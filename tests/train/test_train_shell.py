@@ -17,7 +17,7 @@ from gyre import config as configuration
 from gyre.cli import Setup
 from gyre.errors import DeadlineExceeded, UsageError, WorkFailed
 from gyre.net.endpoints import endpoint
-from gyre.net.sockets import Peer, Server, mint
+from gyre.net.sockets import Client, Peer, Server, mint
 from gyre.net.worker import Worker
 from gyre.train import checkpoint, shell
 from gyre.types import PackedTrajectory, TensorSpec, Version
@@ -142,7 +142,8 @@ async def live(setup: Setup, buffer: TinyBuffer, engine: TinyEngine | None, *, r
 
     tasks = [asyncio.create_task(server.serve(handle))]
     if engine is not None:
-        client = PolicyClient(setup.train, engine.load, cell="cell0", incarnation="e", run_id=setup.run_id)
+        who = {"kind": "rollout", "name": "cell0", "incarnation": "e", "run_id": setup.run_id}
+        client = PolicyClient(lambda push: Client.connect(setup.train, m.FromTrain, **who, on_push=push), engine.load, cell="cell0")
         tasks.append(asyncio.create_task(client.run(30.0)))
     try:
         async with asyncio.timeout(DEADLINE_S), Worker(None, kind="train", name="core", run_id=setup.run_id) as worker:

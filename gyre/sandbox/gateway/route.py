@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -37,6 +36,10 @@ _HURRY_S: Final = 0.05  # pings are at least so far apart when a call waits
 _ABORT_S: Final = 10.0  # how long an engine may take to give back an aborted request
 _BACK_OFF_S: Final = 0.2  # an engine that refused is left alone for so long
 _ALIKE: Final = 0.25  # loads that differ by less than this part of an engine's slots are alike
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class EngineLost(WorkFailed):
@@ -60,7 +63,7 @@ class Job(NamedTuple):
     sampling: Sampling
     seed: int
     policy: Version
-    deadline: float  # time.monotonic()
+    deadline: float  # of the event loop
     aborted: asyncio.Future[None]  # set: the caller is gone, give back what there is
     stop_ids: Sequence[int] = ()  # end the completion, beside the model's own
 
@@ -281,7 +284,7 @@ class Router:
             self._changed.set()
         match answer:
             case None:
-                engine.rest_until = time.monotonic() + _BACK_OFF_S
+                engine.rest_until = _now() + _BACK_OFF_S
                 return None
             case Generated() as reply, arrays:
                 partial.add(reply, arrays)
@@ -289,7 +292,7 @@ class Router:
                     return reply.finish_reason
                 if not job.aborted.done():
                     partial.moved = True
-                    engine.rest_until = time.monotonic() + _BACK_OFF_S  # it is closing
+                    engine.rest_until = _now() + _BACK_OFF_S  # it is closing
                     engine.poke()
                 return None
             case EngineRefuse() as reply, _:
@@ -304,7 +307,7 @@ class Router:
                     return "context"
                 raise ContextFull(len(job.prompt), reply.context_limit)
             case "full" | "closing" | "behind":
-                engine.rest_until = time.monotonic() + _BACK_OFF_S
+                engine.rest_until = _now() + _BACK_OFF_S
                 engine.poke()
                 return None
             case _:
@@ -312,7 +315,7 @@ class Router:
 
     async def _ask(self, engine: Engine, job: Job, message: Generate, prompt: array[int]) -> Any:
         """The engine's reply, or None if the engine was lost. When the caller goes, the request is aborted and its tokens awaited, for a while."""
-        left = job.deadline - time.monotonic()
+        left = job.deadline - _now()
         request = asyncio.ensure_future(
             engine.client.request(message, {"prompt_ids": prompt}, deadline_s=max(left, 0.0), what=f"call {job.name} on {engine.name}")
         )
@@ -332,10 +335,10 @@ class Router:
     async def _choose(self, wanted: Version, job: Job, *, returned: bool = False) -> Engine | None:
         """The engine that serves this version and is least loaded; for a call given back (`returned`), of those alike the one that will stay longest.
         Waits in line until there is one with room. None: the job was aborted meanwhile."""
-        started = time.monotonic()
+        started = _now()
         async with self._lines.turn(wanted, job.aborted, job.deadline, returned=returned) as line:
             while not job.aborted.done():
-                now = time.monotonic()
+                now = _now()
                 able = [e for e in self.engines if e.serves(wanted)]
                 ready = [e for e in able if e.rest_until <= now]
                 ready = [e for e in ready if e.open] or ready  # closed, they are asked only for want of another

@@ -11,6 +11,7 @@ Not here: SQLite and files (their tests are in tests/buffer).
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from array import array
 from collections.abc import Callable
@@ -27,11 +28,12 @@ from gyre.trajectory.flatten import flatten
 from gyre.types import MicroStepState, Purpose, RolloutState
 from gyre.wire import payload
 from gyre.wire.codec import Arrays, encode
-from gyre.wire.messages import Counters, Message, RolloutEnded, ToBuffer
+from gyre.wire.messages import Counters, Message, RolloutEnded, Subscribe, ToBuffer
 from gyre.wire.rows import GroupRow, GroupState, Item, MicroStepRow, RolloutRow, Row, StepRow
 from theorem.clock import Process
 from theorem.network import Network, Server
 
+PUSH_S = 0.2  # counters go to subscribers at most so often
 WALL_S = 1.7e9  # virtual time 0 as seconds since the epoch
 
 
@@ -103,6 +105,8 @@ class Buffer:
         self._inbox: list[tuple[Peer, Message, Arrays]] = []
         self._arrived = asyncio.Event()
         self._ids = 0
+        self._subscribers: dict[str, tuple[Peer, Subscribe]] = {}
+        self._told = (-1, 0.0)  # subscribers: at which revision, and when
         self.machine = Machine(config, tasks, disk.load(), self._now(), "run")
         self._server = Server(network, process, "buffer", ToBuffer, self._hear)
 
@@ -118,6 +122,8 @@ class Buffer:
         await self._process([], self.machine.start(self._now()))
         while True:
             due = self.machine.next_deadline()
+            if self._subscribers and self._told[0] != self.machine.revision:
+                due = min(due or math.inf, self._told[1] + PUSH_S)
             if not self._inbox:
                 timer = None if due is None else self._loop.call_at(due, self._arrived.set)
                 await self._arrived.wait()
@@ -156,6 +162,10 @@ class Buffer:
 
         apply(first)
         for peer, message, arrays in inbox:
+            if isinstance(message, Subscribe):
+                self._subscribers[peer.name] = peer, message
+                self._told = -1, 0.0
+                continue
             versions = None
             if isinstance(message, RolloutEnded):
                 seen = set(arrays["versions"]) - {-1}
@@ -172,6 +182,10 @@ class Buffer:
         await asyncio.sleep(0.001 * self._rng.random())  # a kill here, and nobody is told
         for effect in outgoing:
             self._say(effect)
+        if self._told[0] != self.machine.revision and now.mono >= self._told[1] + PUSH_S:
+            self._told = self.machine.revision, now.mono
+            for peer, subscribe in self._subscribers.values():
+                self._say(Reply(peer, self.machine.counters(cause=subscribe.id)))
 
     def _say(self, effect: Reply | Deliver) -> None:
         self._ids += 1

@@ -59,8 +59,10 @@ class Told:
 class Cell:
     """One life of a cell's trainer. `core` is where the core listens, "" if it is the core itself."""
 
-    def __init__(self, world: World, process: Process, name: str, life: int, duty: Told, core: str) -> None:
+    def __init__(self, world: World, process: Process, name: str, life: int, duty: Any, core: str, address: str = "") -> None:
+        """`duty` is `Told`, or `train.orders.Orders`; `address` is where it listens, as the core, if not at one of its own."""
         self.world, self.process, self.name, self.duty = world, process, name, duty
+        self.address = address or address_of(process)
         self.incarnation = f"i{life}"
         config = world.plan.config
         self.compute = Compute(world.loop, process, f"{world.plan.seed}/{process.name}/compute", world.plan.compute_s)
@@ -124,7 +126,7 @@ def address_of(process: Process) -> str:
     return f"train/{process.name}"
 
 
-async def core_life(cell: Cell, *, fresh: bool) -> None:
+async def core_life(cell: Cell, *, fresh: bool, publisher: Callable[[Cell, PolicyServer], Any] = Engines) -> None:
     """Serve satellites, acquire a term from the last checkpoint of the lineage, train to the end."""
     world, config = cell.world, cell.world.plan.config
     learner = cell.learner
@@ -148,7 +150,7 @@ async def core_life(cell: Cell, *, fresh: bool) -> None:
         def hear(peer: Peer, message: Message, arrays: Arrays) -> None:
             assert peers.handle(peer, message) or policy.handle(peer, message), message
 
-        server = Server(world.network, cell.process, address_of(cell.process), ToTrain, hear)
+        server = Server(world.network, cell.process, cell.address, ToTrain, hear)
         collective = MemoryCollective(world.meetings, learner, cell.compute, world.moment)
         store = address_of(cell.process)
         policy = PolicyServer(server.send, clock=world.loop.time)
@@ -157,9 +159,12 @@ async def core_life(cell: Cell, *, fresh: bool) -> None:
         renewing = tasks.create_task(cell.ledger.renew_for_ever())
         serving = tasks.create_task(_serve(server))
         await Loop(
-            learner, cell.ledger, Engines(cell, policy), peers, cell.duty, cell.compute, spawn, save, _NoBoard(), config, step=step
+            learner, cell.ledger, publisher(cell, policy), peers, cell.duty, cell.compute, spawn, save, _NoBoard(), config, step=step
         ).run()  # fmt: skip
+        await cell.compute(learner.sleep)
+        cell.duty.phase("idle")
         await peers.farewell(10.0)
+        await cell.ledger.until_finished()
         renewing.cancel()
         serving.cancel()
 
@@ -205,7 +210,7 @@ async def satellite_life(make: Callable[[str], Cell], directions: Directions) ->
     """Be a satellite of whichever cell is the core, as `train.shell` does it: told of another, it begins anew."""
     while True:
         core = directions.core
-        part = asyncio.ensure_future(_satellite(make(core)))
+        part = asyncio.ensure_future(take_part(make(core)))
         other = asyncio.ensure_future(directions.other_than(core))
         try:
             await asyncio.wait([part, other], return_when=asyncio.FIRST_COMPLETED)
@@ -218,7 +223,7 @@ async def satellite_life(make: Callable[[str], Cell], directions: Directions) ->
             await asyncio.wait([part, other])
 
 
-async def _satellite(cell: Cell) -> None:
+async def take_part(cell: Cell) -> None:
     """Take part whenever told to, until the run is over."""
     world, config = cell.world, cell.world.plan.config
     learner = cell.learner

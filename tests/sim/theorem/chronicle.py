@@ -75,6 +75,28 @@ class Snapshot:
     rows: Counter[RolloutState]
 
 
+@dataclass(frozen=True)
+class Held:
+    """A process takes its cell's device, or leaves it: by itself, or by its end."""
+
+    at_s: float
+    cell: str
+    process: str
+    held: bool
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A token that an engine sampled: draw number `draw` of a request."""
+
+    at_s: float
+    process: str
+    request: str
+    draw: int
+    term: int
+    step: int
+
+
 @dataclass
 class Chronicle:
     """One world's history. `trouble` and `rewards` are what the sandboxes draw with, `tolerance` is relative to one cell's gradients and weights."""
@@ -89,6 +111,12 @@ class Chronicle:
     sights: list[Sight] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
+    drawn: list[Drawn] = field(default_factory=list)
+    ends: dict[str, float] = field(default_factory=dict)  # of processes, when they did not live any more
+    verdict: tuple[float, int, str] | None = None  # of the coordinator: when, exit code, reason
+    quiet_at_s: float = 0.0  # the last fault is over
+    odd: list[str] = field(default_factory=list)  # what a process of the world saw and should not have
 
     def digest(self) -> str:
         """Of all that happened, ids aside: equal for equal seeds, whatever the machine, the process or the order of hashes."""

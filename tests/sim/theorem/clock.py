@@ -42,6 +42,7 @@ class Process:
     def __init__(self, loop: VirtualLoop, name: str) -> None:
         self.name = name
         self.life = Life.RUNNING
+        self.ended_at_s: float | None = None
         self.turns = 0
         self._loop = loop
         self._held: list[asyncio.Handle] = []
@@ -79,7 +80,8 @@ class Process:
 
     def kill(self) -> None:
         """Like SIGKILL."""
-        self.life = Life.DEAD
+        if self.life is not Life.DEAD:
+            self.life, self.ended_at_s = Life.DEAD, self.now
 
     def wake(self) -> None:
         """Go on where it was stopped; the dead stay dead."""
@@ -223,6 +225,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _write_to_self(self) -> None:
         """There are no threads."""
+
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
+        """There are no threads: it is done at once."""
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as e:
+            future.set_exception(e)
+        return future
 
     def end(self) -> None:
         """Let what is left come to its end, the dead too, so that nothing is left for the interpreter to tidy up."""

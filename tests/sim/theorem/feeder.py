@@ -62,20 +62,25 @@ def execution(seed: int, rollout_id: str, epoch: int, *, trouble: float, rewards
     return Execution(ending, reward, branches)
 
 
-def message(id: str, ticket: Ticket, e: Execution) -> tuple[RolloutEnded, dict[str, Any]]:
-    """An execution as it goes to the buffer: one node for the prompt, one for each branch."""
+def prompt_of(b: Branch) -> int:
+    """The number of tokens before those that are sampled."""
+    return b.trainable.count(False) if any(b.trainable) else 1
+
+
+def message(id: str, ticket: Ticket, e: Execution, versions: list[Any] | None = None) -> tuple[RolloutEnded, dict[str, Any]]:
+    """An execution as it goes to the buffer: one node for the prompt, one for each branch, whose tokens have these versions, or the ticket's."""
     nodes: list[GraphNode] = []
     calls: list[CallRecord] = []
     trajectories: list[TrajectoryMeta] = []
     arrays: dict[str, Any] = {"token_ids": array("i"), "logprobs": array("f"), "versions": array("i")}
     for b in e.branches:
-        n_prompt = b.trainable.count(False) if any(b.trainable) else 1
+        n_prompt = prompt_of(b)
         if not nodes:
             nodes.append(GraphNode(-1, n_prompt))
-            _extend(arrays, b, 0, n_prompt, -1)
+            _extend(arrays, b, 0, [-1] * n_prompt)
         node, n = len(nodes), len(b.tokens) - n_prompt
         nodes.append(GraphNode(0, n, f"c{b.index}"))
-        _extend(arrays, b, n_prompt, len(b.tokens), ticket.policy.step)
+        _extend(arrays, b, n_prompt, versions[b.index] if versions else [ticket.policy.step] * n)
         calls.append(CallRecord(f"c{b.index}", 0, node, CallStatus.COMPLETE, "stop", LeafClass.MAIN, "engine", 0.0, 1.0, n_prompt, n))
         trainable = [node] if any(b.trainable) else []
         trajectories.append(TrajectoryMeta(b.index, LeafClass.MAIN, [0, node], trainable, n_prompt + n, n if trainable else 0))
@@ -85,10 +90,11 @@ def message(id: str, ticket: Ticket, e: Execution) -> tuple[RolloutEnded, dict[s
     return ended, arrays
 
 
-def _extend(arrays: dict[str, Any], b: Branch, start: int, end: int, version: int) -> None:
+def _extend(arrays: dict[str, Any], b: Branch, start: int, versions: Any) -> None:
+    end = start + len(versions)
     arrays["token_ids"].extend(b.tokens[start:end])
-    arrays["logprobs"].extend(b.logprobs[start:end] if version >= 0 else [float("nan")] * (end - start))
-    arrays["versions"].extend([version] * (end - start))
+    arrays["logprobs"].extend(x if v >= 0 else float("nan") for x, v in zip(b.logprobs[start:end], versions, strict=True))
+    arrays["versions"].extend(versions)
 
 
 class Sandbox:

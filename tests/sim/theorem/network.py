@@ -47,17 +47,16 @@ class _Way:
     def __init__(self, loop: VirtualLoop, weather: Weather, seed: str) -> None:
         self._loop, self._weather, self._rng = loop, weather, random.Random(seed)
         self._last_s = 0.0
-        self.cut_until_s = 0.0
 
-    def carry(self, deliver: Callable[[], None], at: Callable[..., object]) -> None:
-        """Deliver once, twice or never, behind what this connection carries already."""
+    def carry(self, deliver: Callable[[], None], at: Callable[..., object], *, cut: bool) -> None:
+        """Deliver once, twice or never, behind what this connection carries already. `cut`: never."""
         w, r = self._weather, self._rng
         if r.random() < w.broken:
             self._last_s = 0.0
         late_s = w.late_s * r.random() if r.random() < w.late else 0.0
         self._last_s = max(self._last_s, self._loop.time() + w.delay_s * r.random() + late_s)
         lost, doubled, again_s = r.random() < w.lost, r.random() < w.doubled, w.late_s * r.random()
-        if self._loop.time() < self.cut_until_s:
+        if cut:
             return
         if not lost:
             at(self._last_s, deliver)
@@ -76,6 +75,7 @@ class Network:
         self._servers: dict[str, Server] = {}
         self._clients: dict[bytes, Client] = {}
         self._connections = 0
+        self._cuts: list[tuple[str, str, float]] = []
         self._outside = Process(loop, "network")
 
     def bind(self, server: Server) -> None:
@@ -88,11 +88,15 @@ class Network:
         ways = [_Way(self.loop, self._weather, f"{self._seed}/{client.peer_name}/{client.address}/{self._connections}/{d}") for d in ("up", "down")]
         return n, ways[0], ways[1]
 
-    def cut(self, name: str, until_s: float) -> None:
-        """Lose everything that clients of this name send or would hear, until then."""
-        for client in self._clients.values():
-            if client.peer_name == name:
-                client.up.cut_until_s = client.down.cut_until_s = until_s
+    def cut(self, name: str, until_s: float, other: str = "") -> None:
+        """Lose all that processes of this name and another (every other) say to each other, until then."""
+        self._cuts.append((name, other, until_s))
+
+    def _is_cut(self, client: Client, server: Process | None) -> bool:
+        ends = client.process.name.partition("/")[0], server.name.partition("/")[0] if server is not None else ""
+        now = self.loop.time()
+        self._cuts = [c for c in self._cuts if c[2] > now]
+        return any(a in ends and (not b or b in ends) for a, b, _ in self._cuts)
 
     def at(self, when_s: float, deliver: Callable[[], None]) -> None:
         """A delivery belongs to no process: it happens whoever is stopped."""
@@ -105,7 +109,8 @@ class Network:
                 server.process.call(server.hear, client.peer, frames)
 
         if not self.over:
-            client.up.carry(deliver, self.at)
+            server = self._servers.get(client.address)
+            client.up.carry(deliver, self.at, cut=self._is_cut(client, server.process if server is not None else None))
 
     def to_client(self, server: Server, identity: bytes, frames: list[Any]) -> None:
         client = self._clients[identity]
@@ -115,7 +120,7 @@ class Network:
                 client.process.call(client.hear, frames)
 
         if not self.over:
-            client.down.carry(deliver, self.at)
+            client.down.carry(deliver, self.at, cut=self._is_cut(client, server.process))
 
 
 class Server:
@@ -123,6 +128,7 @@ class Server:
 
     def __init__(self, network: Network, process: Process, name: str, incoming: Any, handler: Handler) -> None:
         self.process, self.name = process, name
+        self.incarnation = process.name
         self._network, self._decoder, self._handler, self._closed = network, Decoder(incoming), handler, False
         network.bind(self)
 
@@ -145,20 +151,23 @@ class Client:
 
     def __init__(
         self, network: Network, process: Process, address: str, incoming: Any, *, kind: str, name: str, incarnation: str, resend_s: float,
-        on_push: Callable[[Message, Arrays], None] | None = None,
+        on_push: Callable[[Message, Arrays], None] | None = None, pid: int = 0,
     ) -> None:  # fmt: skip
         self.process, self.address, self.peer_name = process, address, name
         self._network, self._decoder, self._resend_s, self._on_push = network, Decoder(incoming), resend_s, on_push
         self._pending: dict[str, asyncio.Future[tuple[Message, Arrays]]] = {}
         self._closed = False
-        self._kind, self._incarnation = kind, incarnation
+        self._kind, self._incarnation, self._pid = kind, incarnation, pid
         self.connect(address)
 
     def connect(self, address: str) -> None:
         """Talk to another server from now on; what the old one still says is not heard."""
         self.address = address
         identity, self.up, self.down = self._network.connect(self)
-        self.peer = Peer(identity, self._kind, self.peer_name, self._incarnation)
+        self.peer = Peer(identity, self._kind, self.peer_name, self._incarnation, self._pid)
+
+    async def ready(self, deadline_s: float, what: str) -> None:
+        """There is no greeting."""
 
     async def request(self, message: Message, arrays: Mapping[str, Array] | None = None, *, deadline_s: float, what: str) -> tuple[Message, Arrays]:
         """Ask until the reply whose cause is this message arrives. Raises `DeadlineExceeded` naming `what`."""

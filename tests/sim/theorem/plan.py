@@ -34,6 +34,7 @@ class Fault:
     nth: int
     turns: int
     seconds: float
+    other: str = ""  # cut off from this process alone
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,11 @@ import traceback
 from dataclasses import dataclass
 
 from theorem import clock
-from theorem.checkers import judge
+from theorem.checkers import CHECKERS, judge
 from theorem.chronicle import Chronicle
 from theorem.clock import Stuck, VirtualLoop
+from theorem.fleet import Fleet, FleetPlan, fleet
+from theorem.fleet_checkers import FLEET
 from theorem.learner import Tables
 from theorem.operator import Operator
 from theorem.plan import Plan, draw
@@ -32,6 +34,16 @@ def play(plan: Plan, kind: Kind | None = None) -> Verdict:
     """Run a plan to its end and judge it. `kind`: tables, if it is not told."""
     worlds: list[World] = []
 
+    async def fleet_main(loop: VirtualLoop) -> None:
+        assert isinstance(plan, FleetPlan)
+        world = Fleet(loop, plan)
+        worlds.append(world)
+        try:
+            await world.run()
+        finally:
+            world.tell()
+        world.network.over = True
+
     async def main(loop: VirtualLoop) -> None:
         world = World(loop, plan, kind or Tables(plan))
         worlds.append(world)
@@ -46,11 +58,11 @@ def play(plan: Plan, kind: Kind | None = None) -> Verdict:
 
     findings = []
     try:
-        clock.run(main, end_s=END_S, end_turns=END_TURNS)
+        clock.run(fleet_main if isinstance(plan, FleetPlan) else main, end_s=END_S, end_turns=END_TURNS)
     except (Stuck, AssertionError, Exception) as e:
         findings.append("".join(traceback.format_exception(e)) if isinstance(e, BaseExceptionGroup) else f"{type(e).__name__}: {e}")
     world = worlds[0]
-    findings += judge(world.chronicle)
+    findings += judge(world.chronicle, CHECKERS + FLEET if isinstance(plan, FleetPlan) else CHECKERS)
     return Verdict(plan, world.chronicle, world.struck, findings, world.loop.time(), world.loop.turns)
 
 
@@ -59,6 +71,16 @@ def trial(seed: int) -> Verdict:
     return play(draw(seed))
 
 
+def fleet_trial(seed: int) -> Verdict:
+    """Play the world with a coordinator of a seed."""
+    return play(fleet(seed))
+
+
 def command(seed: int) -> str:
     """What plays this world again."""
     return f"python tests/sim/play.py {seed} --log"
+
+
+def fleet_command(seed: int) -> str:
+    """The same for a world with a coordinator."""
+    return f"python tests/sim/play.py {seed} --fleet --log"

@@ -26,7 +26,7 @@ from theorem.feeder import Sandbox
 from theorem.network import Network
 from theorem.plan import Fault, Plan
 
-END_TURNS = 100_000
+END_TURNS = 400_000
 END_S = 3000.0  # a world that takes longer is stuck: the plans' own times add up to some hundreds
 
 
@@ -104,7 +104,7 @@ class World:
                     process.stop()
                     self.later(fault.seconds, process.wake)
                 case _:
-                    self.network.cut(process.name.partition("/")[0], self.loop.time() + fault.seconds)
+                    self.network.cut(process.name.partition("/")[0], self.loop.time() + fault.seconds, fault.other)
 
         return strike
 
@@ -117,9 +117,13 @@ class World:
     def start_buffer(self) -> None:
         life = self.life("buffer")
         process = self.process("buffer", f"buffer/{life}")
+        process.spawn(self.new_buffer(process, life).serve())
+
+    def new_buffer(self, process: Process, life: int) -> Buffer:
+        """Another life of the buffer, from what is on the disk."""
         tasks = TaskSet(tuple(Task(f"/t/{i}") for i in range(5)))
         self.buffer = Buffer(self.network, process, self.disk, self.plan.config, tasks, f"{self.plan.seed}/buffer/{life}", self._snapshot)
-        process.spawn(self.buffer.serve())
+        return self.buffer
 
     def _snapshot(self, counters: Counters) -> None:
         rows = Counter(dict.fromkeys(RolloutState, 0))
