@@ -100,6 +100,10 @@ class Readers:
             self._open[identity] = reading
         return data, done
 
+    @property
+    def busy(self) -> bool:
+        return bool(self._asked)
+
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 

@@ -293,7 +293,7 @@ class Shell:
 
     def _over(self) -> bool:
         """Failed or finished, and all who need to know have heard (bounded)."""
-        if not self._machine.failure and not self._machine.finished:
+        if self._readers.busy or (not self._machine.failure and not self._machine.finished):
             return False
         now = time.monotonic()
         ttl_s = self._config.sandbox.lease_ttl_s

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -23,19 +22,25 @@ from gyre.wire.codec import Arrays
 from gyre.wire.messages import AskRecords, Counters, FromBuffer, Message, Refuse, Subscribe
 
 _ANSWER_S: Final = 60.0  # for a page; one without a buffer at all is told of as soon
-_POLL_S: Final = 1.0
+_POLL_S: Final = 0.5  # less than a finished buffer waits for whoever still asks
 
 
 class Remote:
     """A buffer to read from. A context manager."""
 
     def __init__(self, address: str, keys: Keys | None) -> None:
+        self._said: Counters | None = None  # pushed last
         self._runner = asyncio.Runner()
         self._client = self._runner.run(self._connect(address, keys))
 
     async def _connect(self, address: str, keys: Keys | None) -> Client:
         incarnation = os.urandom(6).hex()
-        return Client.connect(address, FromBuffer, kind="observer", name="dump", incarnation=incarnation, keys=keys)
+
+        def on_push(message: Message, _: Arrays) -> None:
+            if isinstance(message, Counters):
+                self._said = message
+
+        return Client.connect(address, FromBuffer, kind="observer", name="dump", incarnation=incarnation, on_push=on_push, keys=keys)
 
     def __enter__(self) -> Remote:
         return self
@@ -76,4 +81,6 @@ class Remote:
             if counters.finished or counters.failure:
                 return
             yield None
-            time.sleep(_POLL_S)
+            self._runner.run(asyncio.sleep(_POLL_S))
+            if self._said is not None and self._said.finished and step >= (self._said.step if end is None else min(end, self._said.step)):
+                return  # a coordinator may have ended the buffer by now

@@ -334,7 +334,7 @@ def test_a_dump_from_the_buffer_is_that_of_its_directory(tmp_path: Path, monkeyp
         ("--kind", "rollouts", "--count"),
     ]  # fmt: skip
 
-    async def main() -> tuple[int, bytes, str]:
+    async def main() -> bytes:
         third = asyncio.Event()
 
         def on_push(message: w.Message, _: Any) -> None:
@@ -353,17 +353,20 @@ def test_a_dump_from_the_buffer_is_that_of_its_directory(tmp_path: Path, monkeyp
                 assert here[:2] == there[:2] and there[0] == 0 and there[1], (choice, there)
             code, _, err = await asyncio.to_thread(dumped, address, "--format", "atif")
             assert code == 2 and err == "error: --format atif: needs the run's tokenizer; give the run directory\n"
-            following = asyncio.create_task(asyncio.to_thread(dumped, address, "--follow", "--fields", "step,rollout_id", "--step", "1:4"))
-            await asyncio.sleep(0)
+            argv = [sys.executable, "-m", "commands.dump", address, "--follow", "--fields", "step"]
+            following = await asyncio.create_subprocess_exec(*argv, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
+            assert following.stdout is not None
+            first = await asyncio.wait_for(following.stdout.readline(), DEADLINE_S)
             await asyncio.wait_for(asyncio.gather(core(t), sandbox(s, random.Random(2))), DEADLINE_S)
-            return await following
+            rest, _ = await asyncio.wait_for(following.communicate(), DEADLINE_S)
+            assert following.returncode == 0
+            return first + rest
 
     with Buffer(run_dir, make_tasks(tmp_path / "tasks", 4), *SMALL) as buffer:
         buffer.start()
         followed = asyncio.run(main())
-    assert followed[0] == 0, followed[2]
-    steps = [json.loads(line)["step"] for line in followed[1].splitlines()]
-    assert steps == sorted(steps) and set(steps) == {1, 2, 3}
+    steps = [json.loads(line)["step"] for line in followed.splitlines()]
+    assert steps == sorted(steps) and set(steps) == {1, 2, 3, 4, 5}
     monkeypatch.setattr(readers, "_PAGE_BYTES", 1)
     check_pages(run_dir)
 
