@@ -91,8 +91,8 @@ class Door(threading.Thread):
     def __init__(self, address: str, refusals: Refusals) -> None:
         """Lets this process have as many files as it may, up to `FILES`."""
         super().__init__(name=f"door of {address}", daemon=True)
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        files = min(hard, FILES)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        files = max(soft, min(hard, FILES))
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
         self._most, self._address, self._refusals = files - files // 4, address, refusals
         port = int(address.rpartition(":")[2])
@@ -106,8 +106,7 @@ class Door(threading.Thread):
         while not self._closed.wait(_LOOK_S[shut]):
             if not shut and not comers.poll(_WAIT_MS):
                 continue
-            with os.scandir(_FILES) as found:
-                files = sum(1 for _ in found)
+            files = self._files()
             if not shut and files > self._most:
                 code = ctypes.create_string_buffer(_NOBODY)
                 self._socket.setsockopt(socket.SOL_SOCKET, _ATTACH, struct.pack("HP", 1, ctypes.addressof(code)))
@@ -118,6 +117,13 @@ class Door(threading.Thread):
                 continue
             shut = not shut
         self._socket.close()
+
+    def _files(self) -> int:
+        try:
+            with os.scandir(_FILES) as found:
+                return sum(1 for _ in found)
+        except OSError:  # not even for this is there one
+            return self._most + 1
 
     def close(self) -> None:
         self._closed.set()

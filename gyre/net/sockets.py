@@ -180,19 +180,18 @@ class Server:
 
     def _accept(self, key: str, identity: bytes, frames: list[Frame]) -> tuple[Peer, Message, Arrays] | None:
         """What the handler is given, if anything."""
-        who = repr(self._peers.get(identity, identity))
         if not self._clients.may_send(identity, time.monotonic()):
-            self.refusals.add("rate", identity, f"more than {limits.RATE:.0f} messages a second from {who}")
+            self.refusals.add("rate", identity, f"more than {limits.RATE:.0f} messages a second from {self._who(identity)}")
             return None
         if (forgotten := self._clients.forget()) is not None:
             self._peers.pop(forgotten, None)
         if sum(map(len, frames)) > limits.MOST_BYTES:
-            self.refusals.add("size", identity, f"a message of more than {limits.MOST_BYTES >> 20} MiB from {who}")
+            self.refusals.add("size", identity, f"a message of more than {limits.MOST_BYTES >> 20} MiB from {self._who(identity)}")
             return None
         try:
             message, arrays = self._decoder.decode(frames)
         except WireError as e:
-            self.refusals.add("garbage", identity, f"from {who}: {e}")
+            self.refusals.add("garbage", identity, f"from {self._who(identity)}: {e}")
             return None
         kind = self._keys.kind_of(key) if self._sock.guarded and self._keys is not None else None  # None: nobody can prove one
         if isinstance(message, Hello):
@@ -204,6 +203,10 @@ class Server:
         else:
             return peer, message, arrays
         return None
+
+    def _who(self, identity: bytes) -> str:
+        peer = self._peers.get(identity)
+        return f"{peer.kind} {peer.name}" if peer is not None else repr(identity)
 
     def _refuse(self, identity: bytes, message: Message, reason: str) -> None:
         self.refusals.add("kind", identity, reason)

@@ -19,55 +19,52 @@ NODES = ("login", "node1", "node2", "node3", "node4")  # buffer and coordinator,
 ROUNDS = [[(NODES[(n + a) % 5], NODES[(n - a) % 5]) for a in (1, 2)] for n in range(5)]
 """All pairs, two at a time that have no node in common."""
 SHORT_S, LONG_S, STOPPED_S = 1.0, 10.0, 7.0  # leases are 3 s, claims 5 s, an engine is given up after 4 s
+STOPPED = (("sandbox0", "b-train"), ("buffer",), ("a-train", "coord"), ("b-rollout",))
 
 
-def go_on(far: Far, coord: subprocess.Popen[bytes]) -> None:
-    far.until_step(coord, len(far.run.dump("--kind", "steps")) + 1)
+def test_cut_off_from_each_other_and_standing_still(far: Far) -> None:
+    """SIGSTOP and SIGCONT make a zombie: it finds that its lease was given to another, and what it brings under it is refused. In the end the run is
+    stopped, resumed for two more steps and completed; the accounts are exact."""
+    far.run.script(RIGHT, WRONG, delay_s=0.03)
+    coord = far.start("--steps", "10000")
+    far.until_step(coord, 1)
+    for pairs in ROUNDS:
+        cut(far, pairs, SHORT_S)
+    for pairs in ROUNDS:
+        cut(far, [*pairs, *((b, a) for a, b in pairs)], LONG_S)
+        far.until_step(coord, steps(far) + 1)
+    for names in STOPPED:
+        stand_still(far, coord, names)
+        far.until_step(coord, steps(far) + 1)
+    lost = {e["fields"]["holder"] for e in far.run.dump("--kind", "events") if e["kind"] == "lease_lost"}  # type: ignore[index]
+    assert any(holder.startswith("sandbox0/") for holder in lost), lost
+    refused = (far.run.dir / "node" / "sandbox0" / "log").read_text()
+    assert " is lost" in refused or "was refused: " in refused, refused[-4000:]
 
-
-def complete(far: Far, coord: subprocess.Popen[bytes]) -> None:
-    """Stop in order, resume for two more steps; the accounts are exact."""
     coord.send_signal(signal.SIGINT)
     far.wait(coord, 130)
-    steps = len(far.run.dump("--kind", "steps")) + 2
-    far.wait(far.start("--resume", "--steps", str(steps)))
-    far.check(steps)
+    wanted = steps(far) + 2
+    far.wait(far.start("--resume", "--steps", str(wanted)))
+    far.check(wanted)
 
 
-def test_any_two_nodes_are_cut_off_from_each_other(far: Far) -> None:
-    far.run.script(RIGHT, WRONG, delay_s=0.02)
-    coord = far.start("--steps", "10000")
-    far.until_step(coord, 1)
-    for both_ways, seconds in ((False, SHORT_S), (True, LONG_S)):
-        for pairs in ROUNDS:
-            ways = [*pairs, *((b, a) for a, b in pairs if both_ways)]
-            for source, sink in ways:
-                far.cluster.cut(source, sink, there=False)
-            time.sleep(seconds)
-            for source, sink in ways:
-                far.cluster.cut(source, sink, there=True)
-            if both_ways:
-                go_on(far, coord)
-    complete(far, coord)
+def steps(far: Far) -> int:
+    return len(far.run.dump("--kind", "steps"))
 
 
-def test_each_process_stands_still_longer_than_any_lease(far: Far) -> None:
-    """SIGSTOP and SIGCONT: a zombie finds that its lease was given to another, and what it brings under it is refused."""
-    run = far.run
-    run.script(RIGHT, WRONG, delay_s=0.05)
-    coord = far.start("--steps", "10000")
-    far.until_step(coord, 1)
-    for name in ("sandbox0", "buffer", "a-train", "b-rollout", "b-train", "coord"):
-        pid = coord.pid if name == "coord" else run.pid_of(name)
-        assert pid is not None, name
+def cut(far: Far, ways: list[tuple[str, str]], seconds: float) -> None:
+    for source, sink in ways:
+        far.cluster.cut(source, sink, there=False)
+    time.sleep(seconds)
+    for source, sink in ways:
+        far.cluster.cut(source, sink, there=True)
+
+
+def stand_still(far: Far, coord: subprocess.Popen[bytes], names: tuple[str, ...]) -> None:
+    pids = {name: coord.pid if name == "coord" else far.run.pid_of(name) or 0 for name in names}
+    assert all(pids.values()), pids
+    for pid in pids.values():
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(STOPPED_S)
-        lost = {e["fields"]["holder"] for e in run.dump("--kind", "events") if e["kind"] == "lease_lost"}  # type: ignore[index]
+    time.sleep(STOPPED_S)
+    for pid in pids.values():
         os.kill(pid, signal.SIGCONT)
-        if name == "sandbox0":
-            assert any(holder.startswith("sandbox0/") for holder in lost), lost
-        go_on(far, coord)
-        assert name == "coord" or run.pid_of(name) == pid, f"{name} was alive, and is there still"
-    refused = (run.dir / "node" / "sandbox0" / "log").read_text()
-    assert " is lost" in refused or "was refused: " in refused, refused[-4000:]
-    complete(far, coord)

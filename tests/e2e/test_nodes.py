@@ -232,7 +232,7 @@ def test_a_cell_on_another_node_comes_and_goes(far: Far) -> None:
     far.wait(coord, 130)
     assert "did not end" not in far.log.read_text()
     run.until(lambda: not run.pid_of("buffer"), "the end of the buffer")
-    far.check(len(run.dump("--kind", "steps")), "sandbox1")
+    far.check(len(run.dump("--kind", "steps")), "b-train", "b-rollout")
 
 
 def test_by_node(far: Far) -> None:
