@@ -162,7 +162,7 @@ class Ledger:
 
     def commit(self, puts: Mapping[Any, Row], drops: Sequence[Row], lines: list[tuple[int, str]]) -> None:
         """Make a batch durable, then append its event lines to the log."""
-        self._writer.sync()
+        self._writer.begin_sync()
         if puts or drops or lines:
             self._db.execute("BEGIN IMMEDIATE")
             tables: dict[type[Row], list[Row]] = {}
@@ -176,7 +176,9 @@ class Ledger:
             if lines:
                 self._db.executemany("INSERT OR REPLACE INTO outbox VALUES (?, ?)", lines)
             self._trim()
+            self._writer.sync()
             self._db.execute("COMMIT")
+        self._writer.sync()
         self._events.write(lines)
         self._unsynced = self._unsynced or bool(lines)
 

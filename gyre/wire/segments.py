@@ -5,7 +5,8 @@
 
 Invariants
 - A record is never changed; segments are deleted whole. A writer starts a new segment, so a torn tail of a killed predecessor is never appended to.
-- `sync` returns when all that was appended is on disk; only then may anyone be told of it.
+- `sync` returns when all that was appended is on disk; only then may anyone be told of it. Until then a thread writes, in the order of appending:
+  what could not be written is raised by `sync`.
 - A reader checks the checksum: bytes that rotted are `WorkFailed`, naming the file, never data.
 """
 
@@ -15,6 +16,7 @@ import os
 import struct
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -55,25 +57,27 @@ class SegmentWriter:
         self._segment = max(_segments(directory), default=-1)
         self._fd = -1
         self._offset = 0
-        self._dirty = False
+        self._thread = ThreadPoolExecutor(1, "payload")
+        self._writes: list[Future[None]] = []
+        self._syncing = False
 
     def append(self, frames: Sequence[bytes | memoryview]) -> Place:
-        """Write a record of these frames (bytes; a memoryview must be cast to bytes)."""
+        """Write a record of these frames (bytes; a memoryview must be cast to bytes), which must stay as they are until it is synced."""
         if self._fd < 0 or self._offset >= self._segment_bytes:
             self._rotate()
         lengths = struct.pack(f"<I{len(frames)}Q", len(frames), *(len(f) for f in frames))
-        crc = zlib.crc32(lengths)
-        for frame in frames:
-            crc = zlib.crc32(frame, crc)
         body = len(lengths) + sum(len(f) for f in frames)
         place = Place(self._segment, self._offset, _HEADER.size + body)
-        self._write([_HEADER.pack(_MAGIC, crc, body), lengths, *(f for f in frames if len(f))])
+        self._writes.append(self._thread.submit(self._write, body, [lengths, *(f for f in frames if len(f))]))
         self._offset += place.length
-        self._dirty = True
+        self._syncing = False
         return place
 
-    def _write(self, buffers: list[bytes | memoryview]) -> None:
-        views = [memoryview(b) for b in buffers]
+    def _write(self, body: int, frames: list[bytes | memoryview]) -> None:
+        crc = 0
+        for frame in frames:
+            crc = zlib.crc32(frame, crc)
+        views = [memoryview(b) for b in (_HEADER.pack(_MAGIC, crc, body), *frames)]
         while views:
             n = os.writev(self._fd, views[:_IOV_MAX])
             while views and n >= len(views[0]):
@@ -102,17 +106,28 @@ class SegmentWriter:
         """Delete a finished segment; nobody may be told of its records any more."""
         _path(self._directory, segment).unlink(missing_ok=True)
 
+    def begin_sync(self) -> None:
+        """Have what was appended synced while something else is done."""
+        if self._writes and not self._syncing:
+            self._writes.append(self._thread.submit(os.fdatasync, self._fd))
+            self._syncing = True
+
     def sync(self) -> None:
-        """All appended records are on disk when this returns."""
-        if self._dirty:
-            os.fdatasync(self._fd)
-            self._dirty = False
+        """All appended records are on disk when this returns. Raises `OSError`: then nothing of them counts, and nothing may be appended any more."""
+        self.begin_sync()
+        writes, self._writes = self._writes, []
+        for write in writes:
+            write.result()
 
     def close(self) -> None:
-        if self._fd >= 0:
-            self.sync()
-            os.close(self._fd)
-            self._fd = -1
+        try:
+            if self._fd >= 0:
+                self.sync()
+        finally:
+            self._thread.shutdown()
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
 
 
 class SegmentReader:

@@ -34,6 +34,7 @@ CELLS: Final = "abcd"
 NODE: Final = 500  # tokens of a prompt's new part or of a reply
 CACHE: Final = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gyre-bench"
 DEADLINE_S: Final = 120.0
+PEERS_S: Final = 600.0
 
 
 class Rate(NamedTuple):
@@ -199,7 +200,10 @@ def peers() -> dict[str, list[Rate]] | str:
     if isinstance(python := peers_python(), str):
         return python
     argv = [python, Path(__file__).with_name("buffer_peers.py"), json.dumps([TOTAL, list(SIZES.values())])]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=600)
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=PEERS_S)
+    except subprocess.TimeoutExpired:
+        return f"peers: skipped, Ray and TransferQueue were not done in {PEERS_S:.0f} s"
     if done.returncode:
         return f"peers: skipped ({done.stderr.strip().splitlines()[-1]})"
     return {name: [Rate(*r) for r in rates] for name, rates in json.loads(done.stdout.splitlines()[-1]).items()}
@@ -208,6 +212,7 @@ def peers() -> dict[str, list[Rate]] | str:
 def compare() -> None:
     """A line for each size and way: MB/s, and ratios to each yardstick; medians of rounds in which all take turns."""
     rounds: list[dict[str, list[Rate]]] = []
+    missing = ""
     for _ in range(ROUNDS):
         found: dict[str, list[Rate]] = {"gyre": [], "disk": []}
         for size, at_once in SIZES.values():
@@ -217,14 +222,16 @@ def compare() -> None:
                 found["disk"].append(disk(folder, size, at_once))
             finally:
                 shutil.rmtree(folder)
-        if isinstance(more := peers(), str):
-            print(more)
-        else:
-            found |= more
         rounds.append(found)
+        if not missing:
+            more = peers()
+            if isinstance(more, str):
+                print(missing := more)
+            else:
+                found |= more
     for n, name in enumerate(SIZES):
         for i, way in enumerate(Rate._fields):
-            median = {k: statistics.median(r[k][n][i] for r in rounds) for k in rounds[0]}
+            median = {k: statistics.median(r[k][n][i] for r in rounds if k in r) for k in rounds[0]}
             others = "".join(
                 f"   {k} {x:5.0f}: {median['gyre'] / x:4.2f}" for k, x in median.items() if k != "gyre" and (k, way) != ("disk", "given")
             )

@@ -48,6 +48,15 @@ def test_a_row_without_a_test_and_a_test_without_a_row_are_refused(tmp_path: Pat
         pains.fill("| 1 | a | b |\n", found)
 
 
+def test_the_table_of_kills_has_every_kind_and_no_loss() -> None:
+    """tests/e2e/test_exact_resume.py writes it."""
+    table = GUARANTEES.partition("<!-- kills -->")[2].partition("<!-- /kills -->")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| gyre-")]
+    kinds = ["gyre-buffer", "gyre-coord", "gyre-rollout", "gyre-sandbox", "gyre-train", "gyre-train + gyre-rollout + gyre-buffer + gyre-sandbox"]
+    assert sorted(row[0] for row in rows) == sorted(kinds)
+    assert all(int(times) > 0 and (lost, doubled) == ("0", "0") and float(differ) < 1e-2 for _, times, _, lost, doubled, _, differ in rows)
+
+
 def anchors(text: str) -> set[str]:
     """What headings are called in links, as GitHub does it."""
     found: set[str] = set()
