@@ -53,9 +53,10 @@ class Heard(msgspec.Struct, frozen=True):
 
 
 class Followed(msgspec.Struct, frozen=True):
-    """A sandbox follows the route table of this epoch."""
+    """A sandbox follows the route table of this epoch. `first`: so it said when it was first heard, hence it may be another coordinator's."""
 
     epoch: int
+    first: bool = False
 
 
 class Lost(msgspec.Struct, frozen=True):

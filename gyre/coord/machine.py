@@ -208,6 +208,7 @@ class Machine:
         self._start_timeout_s, self._silent_s, self._stall_s = start_timeout_s, silent_s, stall_s
         self._progress_at, self._dumped = now, False
         self._counted_at = now
+        self._removed = False  # was anybody told to go, in the midst of the run?
         self._effects: list[Effect] = []
         for p in processes:
             p.since = p.heard_at = now
@@ -266,12 +267,12 @@ class Machine:
                 self._end(EXIT_FAILED, f"{p.name} ended before the run's last step", p.name)
             case Health.DEAD if waited_s >= self._pause_s(p) and self.ending is None:
                 self._turn(now, p, Sign.DUE)
-                p.heard_at = now
+                p.heard_at, p.pressed = now, 0
                 self._effects.append(Start(p.name))
             case _ if p.health not in UP or self.ending is not None:
                 pass
             case _ if now - p.heard_at > self._stall_s:
-                p.heard_at = now
+                p.heard_at, p.pressed = now, 3
                 self._effects.append(Kill(p.name))
             case _ if now - p.heard_at > self._silent_s and p.health is not Health.SUSPECT:
                 self._turn(now, p, Sign.SILENT)
@@ -331,7 +332,7 @@ class Machine:
         return False
 
     def _remove(self, now: float, p: Process) -> None:
-        p.expected = True
+        p.expected = self._removed = True
         if p.kind == "rank" and p.health is not Health.DEAD:
             return  # its trainer ends it
         self._turn(now, p, Sign.STOP)
@@ -345,6 +346,8 @@ class Machine:
 
     def _press(self, now: float) -> None:
         """Ask the first stage that is still there to go, and whoever was asked already, harder as time passes."""
+        if self.ending is None and not self._removed:
+            return
         for p in self.processes.values():
             if self.ending is not None and p.health is Health.DEAD:
                 self._turn(now, p, Sign.STOP)
@@ -359,7 +362,7 @@ class Machine:
                     continue
                 never_up = p.health is Health.RESTARTING
                 self._turn(now - (STOP_S if never_up else 0.0), p, Sign.STOP)
-                p.pressed = 2 if never_up else 1
+                p.pressed = max(p.pressed, 2 if never_up else 1)
                 self._effects.append(Terminate(p.name) if never_up else TellStop(p.name, self.ending.reason))
             elif p.pressed == 1 and now - p.since > STOP_S:
                 p.pressed = 2

@@ -79,38 +79,44 @@ class Roles:
         self._of = {p: c for c in cells for p in c.parts}
         self._leaving: set[str] = set()
         self._stay: tuple[Stay, tuple[object, ...]] | None = None
-        self._routes: tuple[Route, ...] | None = None
+        self._moved = True  # has a cell turned, come or gone since the rule was asked?
+        self._table: dict[str, Route] = {}
+        self._ranked = self._told = False  # are its cells and their order what there is? Was it told?
         self._routes_epoch = 0
         self._renumbered: dict[str, None] = {}  # cells whose orders are to be said
+        self._unsettled: dict[str, None] = {}  # cells that time may change: they turn, or somebody has not obeyed yet
         self._effects: list[Effect] = []
         for c in cells:
             self._begin(now, c)
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         touched = list(self.cells.values())
+        if not isinstance(event, Heard | Followed | Counted | Tick):
+            self._moved, self._ranked = True, self._ranked and not isinstance(event, Joined | GivenUp)
         match event:
             case Heard(name, role, epoch):
                 part, cell = self._parts[name], self._of.get(name)
                 if (part.role, part.epoch, part.live) == (role, epoch, True):
                     return []  # most statuses say nothing new, and there are many; what time changes comes with a tick
+                others = epoch > 0 and not part.live  # what it says first is no answer to us: it may have the number by chance
                 part.role, part.epoch, part.live = role, epoch, True
                 part.begins = epoch == 0 or (part.begins and cell is not None and epoch < cell.epoch)
                 self._epoch = max(self._epoch, epoch)
-                if cell is not None and epoch > cell.epoch:
+                if cell is not None and epoch >= cell.epoch + (not others):
                     self._renumber(cell)
                 touched = [cell] if cell is not None and cell.name in self.cells else []
-            case Followed(epoch):
-                if epoch <= self._routes_epoch:
+            case Followed(epoch, first):
+                if epoch < self._routes_epoch + (not first):
                     return []
-                self._epoch, self._routes, touched = max(self._epoch, epoch), None, []
+                self._epoch, self._told, touched = max(self._epoch, epoch), False, []
             case Lost(name, reason):
                 self._lose(now, name, reason)
             case Done(name):
-                self._parts[name] = _Part(role="idle", epoch=1 << 62)
+                self._parts[name] = _Part(role="idle", epoch=1 << 62, live=True)
             case GivenUp(name):
                 self._give_up(now, name)
             case Counted(level):
-                self.level = level
+                self.level, touched = level, []
             case Joined(cell):
                 self.cells[cell.name] = cell
                 self._parts |= {p: _Part() for p in cell.parts}
@@ -120,7 +126,7 @@ class Roles:
                 self._leaving.add(name)
                 self._renumber(self.cells[name])
             case Tick():
-                pass
+                touched = [self.cells[name] for name in self._unsettled]
             case _:
                 assert_never(event)
         for cell in list(self.cells.values()) if isinstance(event, Joined) else touched:
@@ -130,8 +136,10 @@ class Roles:
         for name in self._renumbered:
             if name in self.cells:
                 self._order(now, self.cells[name])
-        self._renumbered.clear()
+            else:
+                self._unsettled.pop(name, None)
         self._route()
+        self._renumbered.clear()
         effects, self._effects = self._effects, []
         return effects
 
@@ -166,7 +174,7 @@ class Roles:
 
     def _turn(self, now: float, cell: Cell, event: CellEvent, reason: str) -> None:
         before, cell.phase = cell.phase, turned(cell.phase, event)
-        cell.since = now
+        cell.since, self._moved = now, True
         if event in (CellEvent.ORDER_TRAIN, CellEvent.ORDER_ROLLOUT, CellEvent.FOUND):
             self._renumber(cell)
         if event is CellEvent.ORDER_TRAIN and self.level is not None:
@@ -239,6 +247,7 @@ class Roles:
             if self._out(cell.trainer, cell, "idle") and self._out(cell.engine, cell, "asleep"):
                 self._leaving.discard(cell.name)
                 del self.cells[cell.name]
+                self._moved, self._ranked = True, False
                 for p in cell.parts:
                     del self._of[p]
                 self._effects.append(Retire(tuple(cell.parts)))
@@ -246,7 +255,7 @@ class Roles:
         match cell.phase:
             case CellPhase.LOST if all(self._parts[p].live for p in cell.parts):
                 if cell.engine is None:
-                    cell.phase, cell.since = CellPhase.TRAIN, now
+                    cell.phase, cell.since, self._moved = CellPhase.TRAIN, now, True
                     self._renumber(cell)
                     self._tell(cell, CellPhase.LOST, f"{cell.trainer} is back")
                 else:
@@ -287,30 +296,29 @@ class Roles:
     # --- orders ---------------------------------------------------------------------------------------------------------------------------
 
     def _decide(self, now: float) -> None:
-        if self.ending:
+        if self.ending or self.level is None or (not self._moved and self._stays(now, self.level)):
             return
         for _ in range(_MOVES_AT_ONCE):
             view = self.view(now)
-            if view is None or self._stays(view):
+            if view is None:
                 return
             decision = self._rule(view)
             if not isinstance(decision, Move):
-                self._stay = decision, self._situation(view)
+                self._stay, self._moved = (decision, self._situation(self.level)), False
                 return
             event = CellEvent.ORDER_TRAIN if decision.to is CellPhase.TRAIN else CellEvent.ORDER_ROLLOUT
             self._turn(now, self.cells[decision.cell], event, decision.reason)
 
-    @staticmethod
-    def _situation(view: View) -> tuple[object, ...]:
+    def _situation(self, level: Level) -> tuple[object, ...]:
         """All that is not changed by executions that end, and whether a batch is ready: a commit takes one away."""
-        return view.burst, view.steps_left, view.admitting, view.ready >= view.groups_per_step, tuple((c.name, c.phase) for c in view.cells)
+        return level.burst, level.steps_left, level.admitting, level.ready >= self._b
 
-    def _stays(self, view: View) -> bool:
-        """Does the last answer still stand, as far as it says so itself?"""
-        if self._stay is None or self._stay[1] != self._situation(view):
+    def _stays(self, now: float, level: Level) -> bool:
+        """Does the last answer still stand, as far as it says so itself, with the cells as they were?"""
+        if self._stay is None or self._stay[1] != self._situation(level):
             return False
         stay = self._stay[0]
-        return (stay.above is not None and view.water_level > stay.above) or (stay.until is not None and view.now < stay.until)
+        return (stay.above is not None and level.water_level > stay.above) or (stay.until is not None and now < stay.until)
 
     def _wanted(self, cell: Cell) -> list[tuple[str, str, str]]:
         """What is still to be said and heard now: (process, role to tell it, role that it must report). In the order of a turn."""
@@ -331,8 +339,12 @@ class Roles:
         return [(p, order, role) for p, order, role in found if p is not None and not self._says(p, cell, role)]
 
     def _order(self, now: float, cell: Cell) -> None:
-        core = self.cells.get(self.core)
-        for name, role, _ in self._wanted(cell):
+        core, wanted = self.cells.get(self.core), self._wanted(cell)
+        if wanted or cell.name in self._leaving or cell.phase not in (CellPhase.ROLLOUT, CellPhase.TRAIN):
+            self._unsettled[cell.name] = None
+        else:
+            self._unsettled.pop(cell.name, None)
+        for name, role, _ in wanted:
             part = self._parts[name]
             if (part.asked_epoch, part.asked) == (cell.epoch, role) and now - part.asked_at < REPEAT_S:
                 continue
@@ -341,17 +353,23 @@ class Roles:
 
     def _route(self) -> None:
         """The route table, whenever it changes. The last cell to leave rollout stays longest, a fixed one longer still."""
-        order = sorted((c for c in self.cells.values() if c.engine is not None), key=lambda c: (c.fixed, c.name != self.core))
-        routes = tuple(
-            Route(c.name, c.address, rank, self._parts[c.engine].role == "serving" and self._rolls(c))
-            for rank, c in enumerate(order)
-            if c.engine is not None
-        )
-        if routes != self._routes:
-            self._routes = routes
+        names = list(self._renumbered)
+        if not self._ranked:
+            order = sorted((c for c in self.cells.values() if c.engine is not None), key=lambda c: (c.fixed, c.name != self.core))
+            self._table = {c.name: Route(c.name, c.address, rank, False) for rank, c in enumerate(order)}
+            self._ranked, self._told, names = True, False, list(self._table)
+        for cell in (self.cells[name] for name in names if name in self._table):
+            route, open = self._table[cell.name], self._says_serving(cell) and self._rolls(cell)
+            if route.open is not open:
+                self._table[cell.name], self._told = Route(route.cell, route.address, route.rank, open), False
+        if not self._told:
+            self._told = True
             self._epoch += 1
             self._routes_epoch = self._epoch
-            self._effects.append(SendRoutes(self._epoch, routes))
+            self._effects.append(SendRoutes(self._epoch, tuple(self._table.values())))
+
+    def _says_serving(self, cell: Cell) -> bool:
+        return cell.engine is not None and self._parts[cell.engine].role == "serving"
 
     def _rolls(self, cell: Cell) -> bool:
         return cell.name not in self._leaving and cell.phase not in (CellPhase.TO_TRAIN, CellPhase.TRAIN)

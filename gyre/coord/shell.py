@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 _TICK_S: Final = 0.2
 RELOADED: Final = "coord.reloaded"  # in the run directory: what came of the last one
+_ROUTES_AT_ONCE: Final = 1024  # sandboxes times engines
+_BEATS: Final = 400.0
 _SUBSCRIBE_S: Final = 2.0  # a buffer that was started again knows no subscribers
 
 
@@ -183,7 +185,7 @@ class Coordinator:
             self.server.send(peer, self.window.status(message, {c.name: c.phase.value for c in self.roles.cells.values()}))
         if not isinstance(message, WorkerStatus):
             return
-        self.server.send(peer, Ack(id=mint(), cause=message.id))
+        self.server.send(peer, Ack(id=mint(), cause=message.id, beat_s=self._beat_s()))
         plan, child = self.plans.get(peer.name), self.children.get(peer.name)
         if plan is None or child is None or not child.pid:
             return
@@ -194,6 +196,7 @@ class Coordinator:
                     "process %d works as %s for an earlier coordinator: end it, or wait run.coord_grace_s, then --resume", peer.pid, peer.name
                 )
             return
+        first = peer.name not in self.peers
         self.peers[peer.name] = peer
         self.window.show(plan, message.phase, message.detail, role=message.role, gauges=message.gauges, version=message.version)
         if message.gauges.get("tokens_s"):
@@ -206,9 +209,14 @@ class Coordinator:
         elif plan.cell:
             self._feed_roles(r.Heard(peer.name, message.role, message.epoch))
         elif plan.kind == "sandbox":
-            self._feed_roles(r.Followed(message.epoch))
+            self._feed_roles(r.Followed(message.epoch, first))
             if self.routes is not None and message.epoch < self.routes.epoch:
                 self._tell_routes(peer)
+
+    def _beat_s(self) -> float:
+        """However many workers there are, about `_BEATS` statuses come a second; but four of each before it would be taken for silent."""
+        seconds = min(len(self.plans) / _BEATS, self.setup.config.net.engine_timeout_s / 4)
+        return seconds if seconds > 1.0 else 0.0
 
     def on_buffer(self, message: Message, arrays: Arrays) -> None:
         if isinstance(message, Counters):
@@ -303,8 +311,7 @@ class Coordinator:
                 case m.Missing(name, reason):
                     log.warning("%s %s", name, reason)
                     if self.plans[name].cell:
-                        over = self.machine.steps_done and self.plans[name].kind == "train"  # silent because it ends
-                        self._feed_roles(r.Done(name) if over else r.Lost(name, reason))
+                        self._feed_roles(r.Lost(name, reason))
                 case m.GiveUp(name):
                     log.warning("%s is given up after %d deaths in a row", name, self.machine.processes[name].deaths)
                     if self.plans[name].cell:
@@ -325,8 +332,9 @@ class Coordinator:
                         self.server.send(self.peers[name], SetRole(id=mint(), role=role, epoch=epoch, core=core, core_cell=core_cell))
                 case r.SendRoutes():
                     self.routes = effect
-                    for name, peer in self.peers.items():
-                        if self.plans[name].kind == "sandbox":
+                    sandboxes = [peer for name, peer in self.peers.items() if self.plans[name].kind == "sandbox"]
+                    if len(sandboxes) * len(effect.engines) <= _ROUTES_AT_ONCE:  # else each is told when it beats
+                        for peer in sandboxes:
                             self._tell_routes(peer)
                 case r.Report(fields):
                     self._note("role", fields)

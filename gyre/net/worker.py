@@ -25,7 +25,7 @@ from gyre.net.keys import Keys
 from gyre.net.sockets import Client, Server, mint
 from gyre.types import Version
 from gyre.wire.codec import Arrays
-from gyre.wire.messages import Counters, FromCoord, Message, ProcessStatus, Routes, SetRole, Stop, WorkerStatus
+from gyre.wire.messages import Ack, Counters, FromCoord, Message, ProcessStatus, Routes, SetRole, Stop, WorkerStatus
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Worker:
         self._client: Client | None = None
         self._status: tuple[str, str, dict[str, float]] = ("starting", "", {})
         self._beat: asyncio.Task[None] | None = None
-        self._grace_s = grace_s
+        self._grace_s, self._beat_s = grace_s, _HEARTBEAT_S
         self._keys = keys
         self._silent_s = 0.0  # since the coordinator was heard; time in which this process itself stood still does not count
 
@@ -128,7 +128,9 @@ class Worker:
 
     def on_push(self, message: Message, arrays: Arrays) -> None:
         self._silent_s = 0.0
-        if isinstance(message, Stop):
+        if isinstance(message, Ack):
+            self._beat_s = message.beat_s or _HEARTBEAT_S
+        elif isinstance(message, Stop):
             if not self.stop.is_set():
                 log.info("stop: %s", message.reason)
             self.stop.set()
@@ -144,8 +146,8 @@ class Worker:
         while True:
             self._send()
             began = loop.time()
-            await asyncio.sleep(_HEARTBEAT_S)
-            self._silent_s += min(loop.time() - began, 2 * _HEARTBEAT_S)
+            await asyncio.sleep(self._beat_s)
+            self._silent_s += min(loop.time() - began, 2 * self._beat_s)
             if self._silent_s > self._grace_s and not self.stop.is_set():
                 log.warning("no coordinator for %.0f s: ending", self._silent_s)
                 self.stop.set()

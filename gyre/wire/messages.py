@@ -75,6 +75,8 @@ class HelloRequired(Message, frozen=True, kw_only=True):
 class Ack(Message, frozen=True, kw_only=True):
     """Done, and durable where the request changed the ledger."""
 
+    beat_s: float = 0.0  # of a worker's status: beat next after so long; 0: as ever
+
 
 class Note(Message, frozen=True, kw_only=True):
     """An event for the run's event log, from a process that is not the buffer. Answered by `Ack`. Its fields are what JSON can say."""

@@ -55,7 +55,8 @@ def events(effects: list[Effect]) -> list[tuple[Any, ...]]:
 
 def obey(r: Roles, now: float, name: str, role: str) -> list[Effect]:
     """The process says that it is `role`, to its cell's newest order."""
-    return r.handle(now, Heard(name, role, r._of[name].epoch))
+    hello = [] if r._parts[name].live else r.handle(now, Heard(name, "asleep" if name.endswith("rollout") else "idle", 0))
+    return [*hello, *r.handle(now, Heard(name, role, r._of[name].epoch))]
 
 
 def serving(*cells: Cell, rule: str = "elastic") -> Roles:
@@ -223,6 +224,7 @@ def test_a_cell_joins_and_is_retired() -> None:
     r.handle(2.5, Counted(Level(40, 1, 1, 0)))
     joined = r.handle(3.0, Joined(cell("c")))
     assert orders(joined) == [("c-train", "rollout")]
+    r.handle(3.4, Heard("c-rollout", "asleep", 0))
     assert orders(obey(r, 3.5, "c-train", "idle")) == [("c-rollout", "rollout")]
     obey(r, 3.6, "c-rollout", "serving")
     leaving = r.handle(4.0, Retired("c"))
