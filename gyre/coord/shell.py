@@ -140,7 +140,7 @@ class Coordinator:
                 if live and self._clock() >= drawn + _DRAW_S:
                     drawn = self._clock()
                     live.update(self.view.render(), refresh=True)
-                await asyncio.sleep(_TICK_S)
+                await asyncio.sleep(max(_TICK_S, len(self.plans) / 2000))  # a tick looks at each process
         finally:
             if live:
                 live.update(self.view.render(), refresh=True)
