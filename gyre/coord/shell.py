@@ -134,7 +134,7 @@ class Coordinator:
                 self._feed(m.Tick())
                 self._feed_roles(r.Tick())
                 self.window.draw()
-                await asyncio.sleep(_TICK_S)
+                await asyncio.sleep(max(_TICK_S, len(self.plans) / 2000))  # a tick looks at each process
         finally:
             self.window.draw(last=True)
 

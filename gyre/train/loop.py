@@ -185,6 +185,10 @@ class Loop:
         self._report(f"step {step} waits for this cell to train", {"step": step})
         with self._watch.phase("idle"):
             await self._duty.to_train()
+        await self._wake()
+
+    async def _wake(self) -> None:
+        """Take the device. An order that comes meanwhile must not be answered with `idle`."""
         self._duty.phase("joining")
         await self._compute(self._learner.wake)
         self._duty.phase("training")
@@ -242,12 +246,14 @@ class Loop:
         while self._announcement is not None and not self._announcement.done():
             if resting is self._duty.trains:
                 resting = not resting
-                await self._compute(self._learner.sleep if resting else self._learner.wake)
-                self._duty.phase("idle" if resting else "training")
+                if resting:
+                    await self._compute(self._learner.sleep)
+                    self._duty.phase("idle")
+                else:
+                    await self._wake()
             await asyncio.wait([self._announcement], timeout=_LOOK_S)
         if resting and self._duty.trains:
-            await self._compute(self._learner.wake)
-            self._duty.phase("training")
+            await self._wake()
         if self._announcement is not None:
             self._announcement.result()
 

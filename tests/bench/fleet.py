@@ -3,8 +3,8 @@
 python tests/bench/fleet.py --cells 1000 --seconds 60        # share of a core, memory, messages; a burst every 20 s
 python tests/bench/fleet.py --cells 1000 --hour 1.0          # memory over hours of virtual time: the same coordinator, statuses without sockets
 
-Workers are production's (`net.worker`): they beat each second and obey orders after a second. What is not there: engines, trainers, sandboxes, and
-the buffer, in whose place a script counts. Nothing is launched: the coordinator takes over what lives already.
+Workers are production's (`net.worker`): they beat as often as they are asked to and obey orders after a second. What is not there: engines,
+trainers, sandboxes, and the buffer, in whose place a script counts. Nothing is launched: the coordinator takes over what lives already.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def measure(cells: int, seconds: float, settle_s: float) -> dict[str, Any]:
             coordinator.kill()
             coordinator.wait()
         return {
-            "cells": cells, "beats_per_s": 2 * cells + SANDBOXES, "core_share": (after - cpu) / took, "mib": [first_mib, last_mib],
+            "cells": cells, "workers": 2 * cells + SANDBOXES, "core_share": (after - cpu) / took, "mib": [first_mib, last_mib],
             "orders": sum(t["orders"] for t in told), "routes_per_sandbox": sum(t["routes"] for t in told) / SANDBOXES,
         }  # fmt: skip
 

@@ -85,7 +85,7 @@ def test_a_cell_is_added_and_one_is_taken_out_while_the_run_goes_on(run: Run) ->
     two = THREE.replace("cell localhost name=c\n", "")
     elastic(run, two, delay_s=0.05)
     hosts = run.folder / "hosts.txt"
-    coord = subprocess.Popen(run.argv("coord", "--cells", str(hosts), "--steps", "12"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    coord = subprocess.Popen(run.argv("coord", "--cells", str(hosts), "--steps", "24"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def serving(cell: str) -> bool:
         assert coord.poll() is None, coord.communicate()[1][-5000:]
@@ -104,7 +104,7 @@ def test_a_cell_is_added_and_one_is_taken_out_while_the_run_goes_on(run: Run) ->
     run.until(lambda: not [p for p in run.left_behind() if "--cell b " in p], "the end of cell b")
     _, err = coord.communicate(timeout=DEADLINE_S)
     assert coord.returncode == 0, err[-5000:]
-    check_complete(run, 12)
+    check_complete(run, 24)
     assert {c for r in run.dump("--kind", "rollouts") for c in r["cells"]} == {"a", "b", "c"}  # type: ignore[attr-defined]
     late = subprocess.run(run.argv("coord", "--reload"), capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert late.returncode == 2 and "has no running coordinator" in late.stderr

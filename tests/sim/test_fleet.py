@@ -20,13 +20,16 @@ from theorem.plan import Fault
 from theorem.trial import Verdict, fleet_command, fleet_trial, play
 
 SEEDS = [int(os.environ["GYRE_SEED"])] if "GYRE_SEED" in os.environ else range(int(os.environ.get("GYRE_SEEDS", "200")))
-REGRESSIONS = (2, 19, 25, 61, 82, 177, 203, 280, 283)
-"""Seeds that found something once. 2: a trainer loaded its model onto the device where its cell's engine was waking. 19: orders of a coordinator that
-came back had lower epochs than those of the one before. 25: trainers loaded anew for another core beside serving engines. 61: under `colocate` a
-step waited for executions that no cell served. 82: under `colocate` nobody closed a step all of whose groups were lost. 177: the coordinator, cut off
-from the buffer when the run ended, took a sandbox that was done for one that had failed. 203: a silent trainer was taken for one that has ended, and
-its engine woken beside it. 280: an order of a coordinator had by chance the number of its predecessor's. 283: a process that the coordinator had
-killed, because it stood still, was held against a run that had ended meanwhile."""
+REGRESSIONS = (2, 19, 25, 61, 82, 169, 177, 203, 280, 283)
+"""Seeds that found something once.
+2: a trainer loaded its model onto the device where its cell's engine was waking.
+19, 280: orders of a coordinator that came back were no newer than those of the one before.
+25: trainers loaded anew for another core beside serving engines.
+61: under `colocate` a step waited for executions that no cell served. 82: and nobody closed a step all of whose groups were lost.
+169: a core that was waking said idle to an order that came meanwhile.
+177: the coordinator, cut off from the buffer at the run's end, took a sandbox that was done for one that had failed.
+203: a silent trainer was taken for one that has ended, and its engine woken beside it.
+283: a process that the coordinator had killed, because it stood still, was held against a run that had ended meanwhile."""
 
 
 def holds(verdict: Verdict) -> None:
