@@ -90,6 +90,8 @@ def none_left() -> Iterator[None]:
         if process.poll() is None:
             process.kill()
             process.wait(DEADLINE_S)
+        assert process.stdout is not None
+        process.stdout.close()
     STARTED.clear()
 
 
