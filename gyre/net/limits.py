@@ -37,6 +37,7 @@ MOST_BYTES: Final = 256 << 20  # of a message: an execution of 60 million tokens
 _FILES: Final = Path("/proc/self/fd")
 _LOOK_S: Final = (0.002, 0.1)  # between two looks, while it is open and while it is shut
 _WAIT_MS: Final = 50
+_CLOSE_S: Final = 5.0  # it looks more often than that
 _NAMED: Final = 1024  # clients whose first refusal is logged
 _ATTACH, _DETACH = 26, 27  # SO_ATTACH_FILTER and its opposite, which Python does not name
 _NOBODY: Final = struct.pack("HBBI", 6, 0, 0, 0)  # a packet filter of one instruction: take 0 bytes of it
@@ -127,7 +128,7 @@ class Door(threading.Thread):
 
     def close(self) -> None:
         self._closed.set()
-        self.join()
+        self.join(_CLOSE_S)
 
 
 def _listener(fd: int, port: int) -> socket.socket | None:
