@@ -114,10 +114,14 @@ def test_one_failure_in_eight_makes_nine_workspaces_and_removes_nine(run: Run, e
     rollouts = run.dump("--kind", "rollouts")
     assert sorted(r["epoch"] for r in rollouts) == [0] * 7 + [1], rollouts
     assert {r["ending"] for r in rollouts} == {"finished"} and left(engine) == []
+
+    def kept() -> list[str]:  # Podman tells of what happened up to seconds later
+        return sorted(names["create"] - names.get("destroy", set()) - names.get("remove", set()))
+
+    eventually_none(kept, "volumes made and, as its events go, not removed")
     stream.close()
     noting.join(DEADLINE_S)
-    removed = names.get("destroy", set()) | names.get("remove", set())
-    assert names["create"] == removed and len(removed) == 18, (names, run.log("sandbox"), run.log("buffer"))  # two for each workspace
+    assert len(names["create"]) == 18, (names, run.log("sandbox"), run.log("buffer"))  # two for each workspace
 
 
 def test_killed_with_16_containers_and_16_bubblewraps_it_leaves_nothing(run: Run, engine: Any) -> None:  # noqa: F811

@@ -63,8 +63,11 @@ class Engine:
 
     def __init__(self, argv: list[str], folder: Path, address: str) -> None:
         self.address, self.log = address, folder / "log"
+        conf = folder / "containers.conf"  # Podman's: its events in a file of their own, never rotated, for who follows them would miss some
+        conf.write_text(f'[engine]\nevents_logger = "file"\nevents_logfile_path = "{folder}/events"\nevents_logfile_max_size = "0"\n')
+        env = os.environ | {"CONTAINERS_CONF": str(conf)}
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder, start_new_session=True)
+            self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder, env=env, start_new_session=True)
 
     def ready(self) -> None:
         until = time.monotonic() + START_S
