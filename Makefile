@@ -39,7 +39,7 @@ check: setup
 	$(BIN)/python docs/generate.py --check
 
 test: check
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=10
 
 test-docker: setup
 	sh .ci/docker

@@ -1,7 +1,7 @@
 """What goes into the buffer's machine, and what comes out.
 
 The shell carries effects out in this order for a whole batch of inputs: `Store` and `Put`/`Drop` are made durable in one commit together
-with the `Log` lines; only then `Reply` and `Deliver` leave. So whatever a peer hears is on disk.
+with the `Log` lines; only then `Reply` and `Deliver` leave. So whatever a peer hears is on disk, also where the machine is ahead of it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """The durable ledger of a run: `ledger.db` (SQLite, WAL, synchronous=FULL) and `payload/`. Only gyre-buffer writes it.
 
 Invariants
-- `commit` returns when everything given to it is on disk: payload records are synced first, then the rows that point at them are committed together
-  with the event lines, in one transaction. A kill at any moment loses nothing of a batch whose `commit` returned, and leaves nothing of another.
+- A `commit` is done when everything given to it is on disk: payload records are synced first, then the rows that point at them are committed together
+  with the event lines, in one transaction, by a thread. A kill at any moment loses nothing of a batch whose `commit` is done, and of another leaves
+  all or nothing.
+- One commit is under way at a time. Whoever uses the database otherwise waits for it.
 - Event lines travel through the table `outbox`: what the file lacks after a kill is written at the next start, nothing twice.
 - One process at a time: a lock beside the ledger, held for life, which names its holder's pid. No network file system, whose locks and syncs lie.
 """
@@ -14,7 +16,8 @@ import fcntl
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -116,6 +119,9 @@ class Ledger:
         self.next_seq = max(self._events.last_seq, -1 if last is None else last) + 1
         self._synced_at = 0.0
         self._unsynced = True
+        self._thread = ThreadPoolExecutor(1, "ledger")
+        self._under_way: Future[None] | None = None
+        self._committed = -1  # segments before this one hold nothing that the last commit did not
 
     def _add_columns(self, codec: Codec[Any]) -> None:
         """Give an older ledger's table the columns that were added since."""
@@ -141,7 +147,8 @@ class Ledger:
             yield from codec.select(self._db, where.get(row, ""))
 
     def rows_from(self, step: int) -> Iterator[Row]:
-        """Committed steps from this one on, and what those behind it consumed."""
+        """Committed steps from this one on, and what those behind it consumed. Waits for a commit under way."""
+        self._settle()
         groups = f"state = 'consumed' AND step > {step}"
         yield from self._codecs[StepRow].select(self._db, f"WHERE state = 'committed' AND step >= {step}")
         yield from self._codecs[GroupRow].select(self._db, f"WHERE {groups}")
@@ -160,34 +167,43 @@ class Ledger:
     def payloads(self) -> SegmentReader:
         return self._reader
 
-    def commit(self, puts: Mapping[Any, Row], drops: Sequence[Row], lines: list[tuple[int, str]]) -> None:
-        """Make a batch durable, then append its event lines to the log."""
-        self._writer.begin_sync()
-        if puts or drops or lines:
+    def commit(self, puts: Iterable[Row], drops: Iterable[Row], lines: list[tuple[int, str]]) -> Future[None]:
+        """Make durable what was stored and these rows, as they are now, then append the event lines to the log. The one before must be done."""
+        self._settle()
+        values: dict[type[Row], list[list[Any]]] = {}
+        for row in puts:
+            values.setdefault(type(row), []).append(self._codecs[type(row)].values(row))
+        statements = [(self._codecs[table].put, rows) for table, rows in values.items()]
+        statements += [(self._codecs[type(row)].drop, [list(row.key)]) for row in drops]
+        if lines:
+            statements.append(("INSERT OR REPLACE INTO outbox VALUES (?, ?)", [list(line) for line in lines]))
+        self._committed = self._writer.current
+        self._under_way = self._thread.submit(self._commit, self._writer.cut(), statements, lines)
+        return self._under_way
+
+    def _commit(self, sync: Callable[[], None], statements: list[tuple[str, list[list[Any]]]], lines: list[tuple[int, str]]) -> None:
+        sync()
+        if statements:
             self._db.execute("BEGIN IMMEDIATE")
-            tables: dict[type[Row], list[Row]] = {}
-            for row in puts.values():
-                tables.setdefault(type(row), []).append(row)
-            for table, rows in tables.items():
-                codec = self._codecs[table]
-                self._db.executemany(codec.put, [codec.values(r) for r in rows])
-            for row in drops:
-                self._db.execute(self._codecs[type(row)].drop, row.key)
-            if lines:
-                self._db.executemany("INSERT OR REPLACE INTO outbox VALUES (?, ?)", lines)
+            for statement, rows in statements:
+                self._db.executemany(statement, rows)
             self._trim()
-            self._writer.sync()
             self._db.execute("COMMIT")
-        self._writer.sync()
         self._events.write(lines)
         self._unsynced = self._unsynced or bool(lines)
 
+    def _settle(self) -> None:
+        """Wait for the commit under way. Raises what became of it."""
+        if self._under_way is not None:
+            self._under_way.result()
+
     def prune(self, step: int) -> None:
         """Remove the segments in which there is no payload that may be trained again: none of a group that a step after this one has or may take."""
+        self._settle()
         groups = f"SELECT group_id FROM groups WHERE step > {step} OR (step IS NULL AND state != 'discarded')"
         evals = "SELECT eval_id FROM evals WHERE completed_at IS NULL AND NOT void"
         wanted = {n for (n,) in self._db.execute(f"SELECT DISTINCT segment FROM rollouts WHERE group_id IN ({groups} UNION ALL {evals})")}
-        for segment in self._writer.finished() - wanted:
+        for segment in self._writer.before(self._committed) - wanted:
             self._db.execute("UPDATE rollouts SET segment = NULL WHERE segment = ?", (segment,))
             self._reader.close()  # else the file stays for as long as it is open
             self._writer.remove(segment)
@@ -200,6 +216,7 @@ class Ledger:
             self._synced_at, self._unsynced = time.monotonic(), False
 
     def close(self) -> None:
+        self._thread.shutdown()
         self._writer.close()
         self._reader.close()
         with contextlib.suppress(OSError, sqlite3.Error):  # a full disk: nothing is lost, the next start looks at those lines again

@@ -1,7 +1,7 @@
 """gyre-buffer's shell: sockets and disk around the machine.
 
-One loop: take all messages that have arrived, hand them to the machine, make the whole batch durable in one commit, then send its replies. So what a
-peer hears is on disk, and many messages share a sync.
+One loop: hand the messages that have arrived to the machine, have a thread make the whole batch durable in one commit, then send its replies. So what
+a peer hears is on disk, and many messages share a sync; the next batch is gathered meanwhile.
 
 Not here: decisions (machine), formats (wire), SQL (ledger).
 """
@@ -9,11 +9,13 @@ Not here: decisions (machine), formats (wire), SQL (ledger).
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import logging
 import sqlite3
 import time
-from array import array
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import msgspec
@@ -29,17 +31,32 @@ from gyre.errors import UsageError, WorkFailed
 from gyre.events import Event, encode
 from gyre.net.sockets import Peer, Server, mint
 from gyre.net.worker import Worker
-from gyre.trajectory.flatten import flatten, offsets
+from gyre.trajectory.flatten import Flat, flatten, offsets
 from gyre.wire import payload
+from gyre.wire.arrays import raw, view
 from gyre.wire.codec import Arrays
-from gyre.wire.messages import AskRecords, Counters, Events, LeaseTickets, Message, Refuse, RolloutEnded, Subscribe, Tickets, ToBuffer
+from gyre.wire.messages import (
+    AskRecords,
+    Counters,
+    Events,
+    LeaseTickets,
+    Message,
+    MicroStepClaimed,
+    Refuse,
+    RolloutEnded,
+    Subscribe,
+    Tickets,
+    ToBuffer,
+)
 from gyre.wire.rows import RolloutRow, Row
 from gyre.wire.segments import Place
 
 log = logging.getLogger(__name__)
 
-_PIECE_BYTES: Final = 512
 _INBOX: Final = 4096  # messages held before the socket is left to fill
+_BATCH_BYTES: Final = 64 << 20  # of payload, in the batch that is gathered while another is committed, and in the inbox
+_M_TRIM_THRESHOLD: Final = -1  # <malloc.h>
+_M_MMAP_THRESHOLD: Final = -3
 _SUBSCRIBERS: Final = 256
 _LESSEES: Final = 16_384
 _DRAIN_ROUNDS: Final = 8
@@ -57,6 +74,7 @@ class Subscriber(msgspec.Struct):
     min_interval_s: float
     seen: int = -1
     next_at: float = 0.0
+    due: bool = False  # counters, once the batch is on disk
 
 
 class Lessee(msgspec.Struct):
@@ -87,16 +105,24 @@ def malformed(m: RolloutEnded, arrays: Arrays) -> str:
     return ""
 
 
-def distinct(values: memoryview) -> set[int]:
-    """The values of an i32 array. Runs are long, so most pieces are equal: only one of each is looked into."""
-    data = values.tobytes()
-    return set(memoryview(b"".join({data[i : i + _PIECE_BYTES] for i in range(0, len(data), _PIECE_BYTES)})).cast("i"))
+def span(m: RolloutEnded, versions: memoryview) -> tuple[int, int] | None:
+    """The lowest and the highest version of sampled tokens (i32, elsewhere -1). A node mostly has one: then no loop runs over its tokens."""
+    data, at, seen = versions.tobytes(), 0, set[int]()
+    for node in m.nodes:
+        end = at + 4 * node.n_tokens
+        if node.call_id is not None:
+            piece = data[at:end]
+            one = piece[:4]
+            seen.update(memoryview(one if piece == one * node.n_tokens else piece).cast("i"))
+        at = end
+    seen.discard(-1)
+    return (min(seen), max(seen)) if seen else None
 
 
 def assemble(ledger: Ledger, items: list[Any], rollouts: dict[str, RolloutRow]) -> dict[str, Any]:
-    """The arrays of a micro-step, from the payloads."""
-    packed: dict[str, array[Any]] = {"token_ids": array("i"), "loss_mask": array("b"), "logprobs": array("f"), "versions": array("i")}
+    """The arrays of a micro-step, from the payloads. Called in a thread."""
     parsed: dict[str, tuple[RolloutEnded, Arrays, list[int], dict[int, int]]] = {}
+    flats: list[Flat] = []
     for item in items:
         if item.rollout_id not in parsed:
             row = rollouts[item.rollout_id]
@@ -105,12 +131,12 @@ def assemble(ledger: Ledger, items: list[Any], rollouts: dict[str, RolloutRow]) 
             at = {t.index: k for k, t in enumerate(message.trajectories)}
             parsed[item.rollout_id] = (message, arrays, offsets(message.nodes), at)
         message, arrays, starts, at = parsed[item.rollout_id]
-        flat = flatten(message.nodes, message.trajectories[at[item.index]], arrays, starts)
-        if len(items) == 1:
-            return {name: getattr(flat, name) for name in packed}
-        for name, values in packed.items():
-            values.extend(getattr(flat, name))
-    return packed
+        flats.append(flatten(message.nodes, message.trajectories[at[item.index]], arrays, starts))
+    whole: dict[str, Any] = {}
+    for name, dtype in MicroStepClaimed.ARRAYS.items():
+        parts = [getattr(flat, name) for flat in flats]
+        whole[name] = parts[0] if len(parts) == 1 else view(b"".join(raw(part, dtype) for part in parts), dtype)
+    return whole
 
 
 class Batch:
@@ -122,6 +148,13 @@ class Batch:
         self.lines: list[tuple[int, str]] = []
         self.outgoing: list[tuple[Any, Reply | Deliver]] = []
         self.prune: int | None = None
+        self.stored = 0  # bytes of payload
+        self.counters: Counters | None = None  # as they are when it is whole, if somebody is to be told
+        self.revision = -1
+
+    @property
+    def full(self) -> bool:
+        return self.stored >= _BATCH_BYTES or len(self.outgoing) >= _INBOX
 
 
 class Shell:
@@ -130,7 +163,13 @@ class Shell:
     def __init__(self, config: Config, machine: Machine, ledger: Ledger, server: Server, worker: Worker) -> None:
         self._config, self._machine, self._ledger, self._server, self._worker = config, machine, ledger, server, worker
         self._inbox: list[tuple[Peer, Message, Arrays]] = []
-        self._arrived = asyncio.Event()
+        self._held = 0  # bytes of arrays in it
+        self._batch = Batch()
+        self._committing: tuple[Batch, asyncio.Future[None]] | None = None
+        self._pool = ThreadPoolExecutor(1, "assemble")
+        self._assembling: dict[asyncio.Future[dict[str, Any]], tuple[Any, Message]] = {}
+        self._prune: int | None = None  # when nothing is being assembled
+        self._arrived = asyncio.Event()  # messages, the end of a commit, a micro-step's arrays
         self._drained = asyncio.Event()
         self._subscribers: dict[bytes, Subscriber] = {}
         self._sandboxes: dict[bytes, Lessee] = {}
@@ -153,12 +192,14 @@ class Shell:
             for task in (serving, stopping, pumping):
                 task.cancel()
             await asyncio.gather(serving, stopping, pumping, return_exceptions=True)
+            self._pool.shutdown(cancel_futures=True)
             self._readers.close()
 
     def _receive(self, peer: Peer, message: Message, arrays: Arrays) -> Awaitable[None] | None:
         self._inbox.append((peer, message, arrays))
+        self._held += sum(a.nbytes for a in arrays.values())
         self._arrived.set()
-        return self._room() if len(self._inbox) >= _INBOX else None
+        return self._room() if len(self._inbox) >= _INBOX or self._held >= _BATCH_BYTES else None
 
     async def _room(self) -> None:
         self._drained.clear()
@@ -166,22 +207,44 @@ class Shell:
 
     async def _pump(self) -> None:
         loop = asyncio.get_running_loop()
-        self._process([], self._machine.start(self._now()))
-        while not self._over():
-            timer = loop.call_later(self._patience(), self._arrived.set)
-            await self._arrived.wait()
-            timer.cancel()
-            for _ in range(_DRAIN_ROUNDS):
-                before = len(self._inbox)
-                await asyncio.sleep(0)
-                if len(self._inbox) == before:
+        with self._complaining():
+            self._apply(self._batch, self._machine.start(now := self._now()), None, now)
+            while True:
+                if self._committing is None:
+                    self._begin()
+                if self._over():
                     break
-            self._arrived.clear()
-            inbox, self._inbox = self._inbox, []
-            self._drained.set()
-            self._process(inbox, [])
+                timer = loop.call_later(self._patience(), self._arrived.set)
+                await self._arrived.wait()
+                timer.cancel()
+                await self._gather()
+                self._arrived.clear()
+                self._deliver()
+                if self._committing is not None and self._committing[1].done():
+                    self._end()
+                if not self._waits():
+                    self._process()
         if self._machine.failure:
             raise WorkFailed(self._machine.failure)
+
+    def _waits(self) -> bool:
+        """Until the commit under way is done."""
+        return self._committing is not None and self._batch.full
+
+    @contextlib.contextmanager
+    def _complaining(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, sqlite3.Error) as e:
+            raise WorkFailed(f"{self._ledger.run_dir}: the ledger cannot be written ({e})") from None
+
+    async def _gather(self) -> None:
+        """Let what has reached the socket reach the inbox."""
+        for _ in range(_DRAIN_ROUNDS):
+            before = len(self._inbox)
+            await asyncio.sleep(0)
+            if len(self._inbox) == before:
+                break
 
     @staticmethod
     def _now() -> Now:
@@ -191,31 +254,55 @@ class Shell:
         """Seconds until something is due without a message."""
         now = time.monotonic()
         due = [now + 0.5]
-        if (deadline := self._machine.next_deadline()) is not None:
+        if not self._waits() and (deadline := self._machine.next_deadline()) is not None:
             due.append(deadline)
-        due += [s.next_at for s in self._subscribers.values() if s.seen != self._machine.revision]
+        if self._committing is None:
+            due += [s.next_at for s in self._subscribers.values() if s.seen != self._machine.revision]
         return max(0.001, min(due) - now)
 
-    # --- one batch ---
+    # --- one batch: messages are taken, a commit begins, it ends ---
 
-    def _process(self, inbox: list[tuple[Peer, Message, Arrays]], first: list[Effect]) -> None:
-        batch, now = Batch(), self._now()
-        try:
-            self._apply(batch, first, None, now)
-            for peer, message, arrays in inbox:
-                self._heard_at = now.mono
-                self._take(batch, peer, message, arrays, now)
-            deadline = self._machine.next_deadline()
-            if deadline is not None and deadline <= now.mono:
-                self._apply(batch, self._machine.handle(now, Tick()), None, now)
-            self._ledger.commit(batch.puts, list(batch.drops.values()), batch.lines)
-            if batch.prune is not None:
-                self._ledger.prune(batch.prune)
-        except (OSError, sqlite3.Error) as e:
-            raise WorkFailed(f"{self._ledger.run_dir}: the ledger cannot be written ({e})") from None
+    def _process(self) -> None:
+        now = self._now()
+        inbox, self._inbox, self._held = self._inbox, [], 0
+        self._drained.set()
+        for peer, message, arrays in inbox:
+            self._heard_at = now.mono
+            self._take(self._batch, peer, message, arrays, now)
+        deadline = self._machine.next_deadline()
+        if deadline is not None and deadline <= now.mono:
+            self._apply(self._batch, self._machine.handle(now, Tick()), None, now)
+
+    def _begin(self) -> None:
+        batch, self._batch, now = self._batch, Batch(), time.monotonic()
+        batch.revision = self._machine.revision
+        urgent = self._machine.finished or bool(self._machine.failure)
+        for s in self._subscribers.values():
+            s.due = s.seen != batch.revision and (urgent or now >= s.next_at)
+        if now - self._status_at > 1.0 or any(s.due for s in self._subscribers.values()):
+            batch.counters = self._machine.counters()
+        if batch.puts or batch.drops or batch.lines or batch.stored:
+            done = asyncio.wrap_future(self._ledger.commit(batch.puts.values(), batch.drops.values(), batch.lines))
+            done.add_done_callback(lambda _: self._arrived.set())
+            self._committing = batch, done
+        else:
+            self._publish(batch)
+
+    def _end(self) -> None:
+        assert self._committing is not None
+        (batch, done), self._committing = self._committing, None
+        done.result()
+        self._publish(batch)
+
+    def _publish(self, batch: Batch) -> None:
+        """What is on disk may be heard."""
+        self._prune = batch.prune if self._prune is None else self._prune if batch.prune is None else max(self._prune, batch.prune)
+        if self._prune is not None and not self._assembling:  # who repeats a claim may be behind its step
+            self._ledger.prune(self._prune)
+            self._prune = None
         for to, answer in batch.outgoing:
             self._send(to, answer)
-        self._push(now, batch)
+        self._push(batch)
 
     def _take(self, batch: Batch, peer: Peer, message: Message, arrays: Arrays, now: Now) -> None:
         versions = None
@@ -232,8 +319,7 @@ class Shell:
                 log.warning("%s: %s of %s: %s", message.rollout_id, type(message).__name__, peer.name, reason)
                 batch.outgoing.append((peer, Reply(peer, Refuse(id="", cause=message.id, reason=reason))))
                 return
-            seen = distinct(arrays["versions"]) - {-1}
-            versions = (min(seen), max(seen)) if seen else None
+            versions = span(message, arrays["versions"])
         elif isinstance(message, LeaseTickets):
             while len(self._sandboxes) >= _LESSEES and peer.identity not in self._sandboxes:
                 self._sandboxes.pop(next(iter(self._sandboxes)))
@@ -257,6 +343,7 @@ class Shell:
                 case Store(row):
                     assert current is not None and isinstance(current[0], RolloutEnded)
                     self._ledger.store(row, current[0], current[1])
+                    batch.stored += row.length
                 case Prune(step):
                     batch.prune = step
                 case Log(kind, fields, cause, proc):
@@ -271,29 +358,35 @@ class Shell:
 
     def _send(self, to: Peer, answer: Reply | Deliver) -> None:
         message = msgspec.structs.replace(answer.message, id=mint())
-        arrays = assemble(self._ledger, answer.items, answer.rollouts) if isinstance(answer, Deliver) else None
-        self._server.send(to, message, arrays)
+        if isinstance(answer, Deliver):
+            made = asyncio.get_running_loop().run_in_executor(self._pool, assemble, self._ledger, answer.items, answer.rollouts)
+            self._assembling[made] = (to, message)
+            made.add_done_callback(lambda _: self._arrived.set())
+            return
+        self._server.send(to, message)
         if isinstance(message, Tickets) and message.finished and to.identity in self._sandboxes:
             self._sandboxes[to.identity].told = True
 
-    def _push(self, now: Now, batch: Batch) -> None:
-        urgent = self._machine.finished or bool(self._machine.failure)
-        counters: Counters | None = None
+    def _deliver(self) -> None:
+        """Send the micro-steps that have been assembled."""
+        for made in [made for made in self._assembling if made.done()]:
+            self._server.send(*self._assembling.pop(made), made.result())
+
+    def _push(self, batch: Batch) -> None:
+        now = time.monotonic()
         for s in self._subscribers.values():
-            if s.events and batch.lines:
+            if s.events and batch.lines and (s.due or s.seen >= 0):
                 self._server.send(s.peer, Events(id=mint(), cause=s.cause, lines=[line for _, line in batch.lines]))
-            if s.seen != self._machine.revision and (urgent or now.mono >= s.next_at):
-                counters = counters or self._machine.counters()
-                self._server.send(s.peer, msgspec.structs.replace(counters, id=mint(), cause=s.cause))
-                s.seen, s.next_at = self._machine.revision, now.mono + s.min_interval_s
-        if now.mono - self._status_at > 1.0:
-            self._status_at = now.mono
-            c = self._worker.counters = counters or self._machine.counters()
+            if s.due and batch.counters is not None:
+                self._server.send(s.peer, msgspec.structs.replace(batch.counters, id=mint(), cause=s.cause))
+                s.seen, s.next_at, s.due = batch.revision, now + s.min_interval_s, False
+        if (c := batch.counters) is not None and now - self._status_at > 1.0:
+            self._status_at, self._worker.counters = now, c
             self._worker.status("working", f"step {c.step}/{c.total_steps}", water_level=c.water_level, groups_open=c.groups_open)
 
     def _over(self) -> bool:
         """Failed or finished, and all who need to know have heard (bounded)."""
-        if self._readers.busy or (not self._machine.failure and not self._machine.finished):
+        if self._readers.busy or self._committing is not None or self._assembling or (not self._machine.failure and not self._machine.finished):
             return False
         now = time.monotonic()
         ttl_s = self._config.sandbox.lease_ttl_s
@@ -306,8 +399,17 @@ class Shell:
         return quiet_s > (_QUIET_S if told and self._machine.saved else patience_s)
 
 
+def keep_freed_memory() -> None:
+    """Have what rollouts lay in used for the next ones, and not given back and asked for again page by page, where the C library is glibc."""
+    with contextlib.suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        for option, value in ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 2 * _BATCH_BYTES)):
+            libc.mallopt(option, value)
+
+
 async def run(setup: Setup, worker: Worker, resume: bool = False) -> None:
     """gyre-buffer. Raises `UsageError` (an existing run without `resume`, bad tasks or configuration), `Busy`, `WorkFailed`."""
+    keep_freed_memory()
     config = setup.config
     tasks = load_task_set(config.tasks.train, config.tasks.heldout, config.tasks.eval_tasks)
     now = Now(time.monotonic(), time.time())

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
+import xxhash
 from safetensors import SafetensorError
 
 from gyre.errors import WorkFailed
@@ -38,7 +39,7 @@ _TOKENIZER: Final = (
 
 
 class FileSum(msgspec.Struct, frozen=True):
-    """Size and blake2b-128 of a file."""
+    """Size and XXH3-128 of a file."""
 
     nbytes: int
     blake2b: str
@@ -156,7 +157,7 @@ def _found(directory: Path) -> Iterator[tuple[int, Path]]:
 
 def _sum(path: Path) -> FileSum:
     with path.open("rb") as f:
-        digest = hashlib.file_digest(f, lambda: hashlib.blake2b(digest_size=16))
+        digest = hashlib.file_digest(f, xxhash.xxh3_128)
     return FileSum(path.stat().st_size, digest.hexdigest())
 
 

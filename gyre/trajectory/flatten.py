@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from gyre.types import GraphNode, TrajectoryMeta
 
@@ -30,10 +30,10 @@ class CallSpan(NamedTuple):
 class Flat(NamedTuple):
     """One trajectory as arrays of equal length: i32, i8 (0 or 1), f32 (NaN unless sampled), i32 (-1 unless sampled)."""
 
-    token_ids: array[int]
-    loss_mask: array[int]
-    logprobs: array[float]
-    versions: array[int]
+    token_ids: Array
+    loss_mask: Array
+    logprobs: Array
+    versions: Array
     calls: list[CallSpan]
 
 
@@ -55,7 +55,7 @@ def flatten(nodes: Sequence[GraphNode], trajectory: TrajectoryMeta, arrays: Mapp
         if len(arrays[name]) != starts[-1]:
             raise ValueError(f"array {name} has {len(arrays[name])} elements, the graph {starts[-1]} tokens")
     ids, logprobs, versions = (memoryview(arrays[name]).cast("B") for name in ("token_ids", "logprobs", "versions"))
-    flat = Flat(array("i"), array("b"), array("f"), array("i"), [])
+    calls: list[CallSpan] = []
     trainable = set(trajectory.trainable)
     runs: list[list[int]] = []  # of bytes: what follows one another in the graph is copied at once
     parent, length, masked = -1, 0, []
@@ -67,20 +67,26 @@ def flatten(nodes: Sequence[GraphNode], trajectory: TrajectoryMeta, arrays: Mapp
         at, end = 4 * starts[index], 4 * starts[index + 1]
         if node.call_id is not None:
             at_token = length
-            if flat.calls and (flat.calls[-1].call_id, flat.calls[-1].end) == (node.call_id, at_token):
-                at_token = flat.calls.pop().start  # a completion that was split at a branch is one span
-            flat.calls.append(CallSpan(node.call_id, at_token, length + node.n_tokens))
+            if calls and (calls[-1].call_id, calls[-1].end) == (node.call_id, at_token):
+                at_token = calls.pop().start  # a completion that was split at a branch is one span
+            calls.append(CallSpan(node.call_id, at_token, length + node.n_tokens))
         if runs and runs[-1][1] == at:
             runs[-1][1] = end
         else:
             runs.append([at, end])
         length += node.n_tokens
         masked.append((b"\1" if index in trainable else b"\0") * node.n_tokens)
-    for whole, source in ((flat.token_ids, ids), (flat.logprobs, logprobs), (flat.versions, versions)):
-        for at, end in runs:
-            whole.frombytes(source[at:end])
     mask = b"".join(masked)
-    flat.loss_mask.frombytes(mask)
-    if len(flat.token_ids) != trajectory.n_tokens or mask.count(1) != trajectory.n_trainable:
+    if length != trajectory.n_tokens or mask.count(1) != trajectory.n_trainable:
         raise ValueError(f"trajectory {trajectory.index}: its nodes do not add up to n_tokens and n_trainable")
-    return flat
+    return Flat(_joined(ids, runs, "i"), memoryview(mask).cast("b"), _joined(logprobs, runs, "f"), _joined(versions, runs, "i"), calls)
+
+
+def _joined(source: memoryview, runs: list[list[int]], typecode: Literal["i", "f"]) -> Array:
+    """Pieces of `source`, of bytes, as one array; a single piece is not copied."""
+    if len(runs) == 1:
+        return source[runs[0][0] : runs[0][1]].cast(typecode)
+    whole: array[Any] = array(typecode)
+    for at, end in runs:
+        whole.frombytes(source[at:end])
+    return whole

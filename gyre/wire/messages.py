@@ -19,7 +19,7 @@ import msgspec
 
 from gyre.types import CallRecord, Ending, GraphNode, PackedTrajectory, Sampling, TensorSpec, Ticket, TrajectoryMeta, Version
 
-WIRE_VERSION: Final = 1
+WIRE_VERSION: Final = 2
 
 Wait = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 """Seconds in which an answer may come. Never NaN: one would stand before all other timers."""
@@ -470,7 +470,7 @@ class PolicyAvailable(Message, frozen=True, kw_only=True):
     version: Version
     tensors: list[TensorSpec]
     nbytes: int
-    checksum: str  # blake2b-128 of all bytes, hex
+    checksum: str  # XXH3-128 of all bytes, hex
 
 
 class PullChunk(Message, frozen=True, kw_only=True):
@@ -526,7 +526,7 @@ class StepOffer(Message, frozen=True, kw_only=True):
     version: Version
     tensors: list[TensorSpec]
     nbytes: int
-    checksum: str  # blake2b-128 of all bytes, hex
+    checksum: str  # XXH3-128 of all bytes, hex
     memory: str = ""
 
 

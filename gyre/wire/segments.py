@@ -1,12 +1,11 @@
 """Payload segments: append-only files `payload/seg-NNNNNN` of checksummed records. Shared by gyre-buffer (writes) and readers.
 
-    record := magic "GYR1", u32 crc32 of the body, u64 length of the body, body
+    record := magic "GYR2", u64 XXH3-64 of the body, u64 length of the body, body
     body   := u32 number of frames, u64 length of each, the frames
 
 Invariants
 - A record is never changed; segments are deleted whole. A writer starts a new segment, so a torn tail of a killed predecessor is never appended to.
-- `sync` returns when all that was appended is on disk; only then may anyone be told of it. Until then a thread writes, in the order of appending:
-  what could not be written is raised by `sync`.
+- Nothing is written but by what `cut` gives: when it returns, all that was appended before is on disk; only then may anyone be told of it.
 - A reader checks the checksum: bytes that rotted are `WorkFailed`, naming the file, never data.
 """
 
@@ -14,18 +13,18 @@ from __future__ import annotations
 
 import os
 import struct
-import zlib
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Final
 
 import msgspec
+import xxhash
 
 from gyre.errors import WorkFailed
 
-_MAGIC: Final = b"GYR1"
-_HEADER: Final = struct.Struct("<4sIQ")
+_MAGIC: Final = b"GYR2"
+_HEADER: Final = struct.Struct("<4sQQ")
 _SEGMENT_BYTES: Final = 64 * 1024 * 1024
 _OPEN_FILES: Final = 16
 _IOV_MAX: Final = 512
@@ -55,100 +54,108 @@ class SegmentWriter:
         self._directory = directory
         self._segment_bytes = segment_bytes
         self._segment = max(_segments(directory), default=-1)
-        self._fd = -1
         self._offset = 0
-        self._thread = ThreadPoolExecutor(1, "payload")
-        self._writes: list[Future[None]] = []
-        self._syncing = False
+        self._pieces: list[list[bytes | memoryview]] = [[]]  # since the last cut: what goes to each segment, the current one's last
+        self._fds: list[int] = [-1]  # of these segments
 
     def append(self, frames: Sequence[bytes | memoryview]) -> Place:
-        """Write a record of these frames (bytes; a memoryview must be cast to bytes), which must stay as they are until it is synced."""
-        if self._fd < 0 or self._offset >= self._segment_bytes:
+        """Add a record of these frames (bytes; a memoryview must be cast to bytes), which must stay as they are until it is on disk."""
+        if self._fds[-1] < 0 or self._offset >= self._segment_bytes:
             self._rotate()
         lengths = struct.pack(f"<I{len(frames)}Q", len(frames), *(len(f) for f in frames))
-        body = len(lengths) + sum(len(f) for f in frames)
-        place = Place(self._segment, self._offset, _HEADER.size + body)
-        self._writes.append(self._thread.submit(self._write, body, [lengths, *(f for f in frames if len(f))]))
+        body = [lengths, *(f for f in frames if len(f))]
+        size, checksum = 0, xxhash.xxh3_64()
+        for piece in body:
+            checksum.update(piece)
+            size += len(piece)
+        self._pieces[-1] += [_HEADER.pack(_MAGIC, checksum.intdigest(), size), *body]
+        place = Place(self._segment, self._offset, _HEADER.size + size)
         self._offset += place.length
-        self._syncing = False
         return place
 
-    def _write(self, body: int, frames: list[bytes | memoryview]) -> None:
-        crc = 0
-        for frame in frames:
-            crc = zlib.crc32(frame, crc)
-        views = [memoryview(b) for b in (_HEADER.pack(_MAGIC, crc, body), *frames)]
-        while views:
-            n = os.writev(self._fd, views[:_IOV_MAX])
-            while views and n >= len(views[0]):
-                n -= len(views.pop(0))
-            if n:
-                views[0] = views[0][n:]
-
     def _rotate(self) -> None:
-        if self._fd >= 0:
-            self.sync()
-            os.close(self._fd)
         self._segment += 1
-        self._fd = os.open(_path(self._directory, self._segment), os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+        self._fds.append(os.open(_path(self._directory, self._segment), os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+        self._pieces.append([])
         self._offset = 0
-        directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
 
-    def finished(self) -> set[int]:
-        """Segments that are not written to any more."""
-        return {n for n in _segments(self._directory) if n != self._segment}
+    def cut(self) -> Callable[[], None]:
+        """What is called, once and in the order of the cuts, from any thread, to have all on disk that was appended since the last cut. It raises
+        `OSError`: then nothing of it counts, and nothing may be appended any more."""
+        pieces, fds = self._pieces, self._fds
+        self._pieces, self._fds = [[]], fds[-1:]
+        return lambda: self._write(pieces, fds)
+
+    def _write(self, pieces: list[list[bytes | memoryview]], fds: list[int]) -> None:
+        for fd, of_segment in zip(fds, pieces, strict=True):
+            if of_segment:
+                _write_all(fd, of_segment)
+                os.fdatasync(fd)
+        for fd in fds[:-1]:
+            if fd >= 0:
+                os.close(fd)
+        if len(fds) > 1:
+            directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+
+    @property
+    def current(self) -> int:
+        """The segment that the next record goes to, or an earlier one."""
+        return self._segment
+
+    def before(self, segment: int) -> set[int]:
+        """The segments that are older than this one."""
+        return {n for n in _segments(self._directory) if n < segment}
 
     def remove(self, segment: int) -> None:
-        """Delete a finished segment; nobody may be told of its records any more."""
+        """Delete a segment; nobody may be told of its records any more."""
         _path(self._directory, segment).unlink(missing_ok=True)
-
-    def begin_sync(self) -> None:
-        """Have what was appended synced while something else is done."""
-        if self._writes and not self._syncing:
-            self._writes.append(self._thread.submit(os.fdatasync, self._fd))
-            self._syncing = True
-
-    def sync(self) -> None:
-        """All appended records are on disk when this returns. Raises `OSError`: then nothing of them counts, and nothing may be appended any more."""
-        self.begin_sync()
-        writes, self._writes = self._writes, []
-        for write in writes:
-            write.result()
 
     def close(self) -> None:
         try:
-            if self._fd >= 0:
-                self.sync()
+            self.cut()()
         finally:
-            self._thread.shutdown()
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+            if self._fds[-1] >= 0:
+                os.close(self._fds[-1])
+                self._fds = [-1]
+
+
+def _write_all(fd: int, pieces: list[bytes | memoryview]) -> None:
+    views = [memoryview(b) for b in pieces]
+    at = 0
+    while at < len(views):
+        n = os.writev(fd, views[at : at + _IOV_MAX])
+        while at < len(views) and n >= len(views[at]):
+            n -= len(views[at])
+            at += 1
+        if n:
+            views[at] = views[at][n:]
 
 
 class SegmentReader:
-    """Reads records by place, also while they are being written. Not for use by several threads at once."""
+    """Reads records by place, also while they are being written."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._fds: dict[int, int] = {}
+        self._lock = Lock()  # of the descriptors
 
     def read(self, place: Place) -> list[memoryview]:
         """The frames of a record. Raises `WorkFailed` when the file is missing, short or rotten."""
         path = _path(self._directory, place.segment)
         try:
-            data = os.pread(self._fd(place.segment), place.length, place.offset)
+            with self._lock:
+                data = os.pread(self._fd(place.segment), place.length, place.offset)
         except FileNotFoundError:
             raise WorkFailed(f"{path}: missing; the ledger refers to it") from None
         if len(data) != place.length or len(data) < _HEADER.size:
             raise WorkFailed(f"{path}: record at {place.offset} is cut short")
-        magic, crc, length = _HEADER.unpack_from(data)
+        magic, checksum, length = _HEADER.unpack_from(data)
         body = memoryview(data)[_HEADER.size :]
-        if magic != _MAGIC or length != len(body) or zlib.crc32(body) != crc:
+        if magic != _MAGIC or length != len(body) or xxhash.xxh3_64_intdigest(body) != checksum:
             raise WorkFailed(f"{path}: record at {place.offset} is damaged (checksum)")
         (count,) = struct.unpack_from("<I", body)
         lengths = struct.unpack_from(f"<{count}Q", body, 4)
@@ -166,6 +173,7 @@ class SegmentReader:
         return self._fds[segment]
 
     def close(self) -> None:
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
+        with self._lock:
+            for fd in self._fds.values():
+                os.close(fd)
+            self._fds.clear()

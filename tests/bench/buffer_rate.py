@@ -26,11 +26,11 @@ from gyre.types import Ending, GraphNode, LeafClass, TrajectoryMeta, Version
 from gyre.wire import messages as w
 from gyre.wire.arrays import f32, i32
 
-SIZES: Final = {"64 kB": (1 << 16, 32), "1 MB": (1 << 20, 16), "8 MB": (8 << 20, 4)}  # bytes of a rollout, rollouts at a time
+SIZES: Final = {"64 kB": (1 << 16, 64), "1 MB": (1 << 20, 32), "8 MB": (8 << 20, 8)}  # bytes of a rollout, rollouts at a time
 TOTAL: Final = 1 << 27  # bytes of a round
 ROUNDS: Final = 3
 GROUP: Final = 4
-CELLS: Final = "abcd"
+CELLS: Final = "abcdefghijklmnop"
 NODE: Final = 500  # tokens of a prompt's new part or of a reply
 CACHE: Final = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gyre-bench"
 DEADLINE_S: Final = 120.0
@@ -45,7 +45,7 @@ class Rate(NamedTuple):
 
 
 class Passing:
-    """A buffer under way, with a sandbox that has rollouts of `size` bytes to report, `at_once` at a time, and four cells that claim them."""
+    """A buffer under way, with a sandbox that has rollouts of `size` bytes to report, `at_once` at a time, and the cells that claim them."""
 
     def __init__(self, folder: Path, process: subprocess.Popen[bytes], size: int, at_once: int) -> None:
         address = f"ipc://{folder}/run/sock/buffer"
@@ -151,28 +151,31 @@ async def passing(folder: Path, rollouts: int, steps: int, size: int, at_once: i
 
 
 def gyre(folder: Path, size: int, at_once: int) -> Rate:
-    """Of a step's rollouts, in and out."""
+    """Of a step's rollouts, in and out; those of the step before warm it up."""
     n = TOTAL // size
 
     async def rates() -> Rate:
-        async with passing(folder, n, 2, size, at_once) as buffer:
+        async with passing(folder, n, 3, size, at_once) as buffer:
             mb = n * buffer.size / 1e6
+            await buffer.take(n)
+            await buffer.give()
             return Rate(mb / await buffer.take(n), mb / await buffer.give())
 
     return asyncio.run(rates())
 
 
 def disk(folder: Path, size: int, at_once: int) -> Rate:
-    """The same bytes written to a file, synced after each batch; read back, as fast as the page cache is."""
+    """The same bytes written to a file, as many before, and synced after each batch; read back, as fast as the page cache is."""
     piece = os.urandom(size)
     fd = os.open(folder / "plain", os.O_CREAT | os.O_RDWR, 0o644)
-    started = time.perf_counter()
-    for i in range(TOTAL // size):
-        os.write(fd, piece)
-        if (i + 1) % at_once == 0:
-            os.fsync(fd)
-    wrote = time.perf_counter()
-    os.lseek(fd, 0, os.SEEK_SET)
+    for _ in range(2):
+        started = time.perf_counter()
+        for i in range(TOTAL // size):
+            os.write(fd, piece)
+            if (i + 1) % at_once == 0:
+                os.fsync(fd)
+        wrote = time.perf_counter()
+    os.lseek(fd, TOTAL, os.SEEK_SET)
     while os.read(fd, size):
         pass
     read = time.perf_counter()

@@ -56,7 +56,7 @@ def test_a_batch_is_there_after_its_commit_and_nothing_of_another(tmp_path):
     message = RolloutEnded(id="m", rollout_id="g0.0", epoch=0, ending=Ending.FINISHED)
     arrays = {k: memoryview(b"").cast(f) for k, f in (("token_ids", "i"), ("logprobs", "f"), ("versions", "i"))}
     ledger.store(row, message, arrays)
-    ledger.commit({1: row}, [], [line(0)])
+    ledger.commit([row], [], [line(0)]).result()
     ledger.store(rollout(), message, arrays)  # never committed
     other = sqlite3.connect(f"file:{tmp_path}/ledger.db?mode=ro", uri=True)
     assert [r.length for r in Codec(RolloutRow).select(other)] == [row.length]
@@ -66,15 +66,15 @@ def test_a_batch_is_there_after_its_commit_and_nothing_of_another(tmp_path):
     assert list(ledger.rows()) == [row] and ledger.next_seq == 1
     place = Place(row.segment or 0, row.offset, row.length)
     assert parse(ledger.payloads.read(place))[0] == message
-    ledger.commit({}, [row], [])
+    ledger.commit([], [row], []).result()
     assert list(ledger.rows()) == []
     ledger.close()
 
 
 def test_event_lines_that_a_kill_kept_from_the_log_are_written_at_the_next_start(tmp_path):
     ledger = Ledger(tmp_path / "run")
-    ledger.commit({}, [], [line(0), line(1)])
-    ledger.commit({}, [], [line(2)])
+    ledger.commit([], [], [line(0), line(1)]).result()
+    ledger.commit([], [], [line(2)]).result()
     killed = tmp_path / "killed"
     shutil.copytree(tmp_path / "run", killed)  # the files as a kill leaves them, but
     log = killed / "events.jsonl"
@@ -124,10 +124,10 @@ def test_a_log_of_one_torn_line_starts_over(tmp_path):
 def test_segments_rotate_and_a_new_writer_leaves_old_tails_alone(tmp_path):
     writer = SegmentWriter(tmp_path, segment_bytes=64)
     places = [writer.append([b"a" * n, b"", memoryview(b"xy")]) for n in range(40)]
-    writer.sync()
+    writer.cut()()
     torn = max(p.segment for p in places)
     with (tmp_path / f"seg-{torn:06d}").open("ab") as f:
-        f.write(b"GYR1half a rec")
+        f.write(b"GYR2half a rec")
     writer.close()
     second = SegmentWriter(tmp_path, segment_bytes=64)
     last = second.append([b"new"])

@@ -56,7 +56,7 @@ def test_memory_is_flat(trained):
 def test_a_restart_reads_what_is_not_settled(trained, tmp_path):
     wd, _, _ = trained
     ledger = Ledger(tmp_path)
-    ledger.commit(dict(enumerate(wd.stored())), [], [])
+    ledger.commit(wd.stored(), [], []).result()
     again = Machine(wd.cfg, wd.tasks, ledger.rows(), wd.clock(), "run", ledger.counts())
     assert {k: n for k, n in held(again).items() if k != "tickets"} == {k: n for k, n in held(wd.machine).items() if k != "tickets"}
     assert msgspec.structs.replace(again.counters(), seq=0) == msgspec.structs.replace(wd.machine.counters(), seq=0)

@@ -65,7 +65,7 @@ def base_distributions() -> set[str]:
 def refused() -> str:
     """Top-level modules that are installed here and would not be with the base dependencies; and what may not even be installed here."""
     base = base_distributions()
-    assert {"click", "msgspec", "msgpack", "pyzmq", "rich", "docker"} < base
+    assert {"click", "msgspec", "msgpack", "pyzmq", "rich", "docker", "xxhash"} < base
     names = {
         module
         for module, owners in importlib.metadata.packages_distributions().items()
@@ -116,7 +116,7 @@ def small_run(run_dir: Path) -> Path:
         GroupRow("g0", "q0", 1, 0, 0, 10.0, state=GroupState.CONSUMED, step=1, reward_mean=1.0, graded=1),
         StepRow(1, 1, 10.0, state=StepState.COMMITTED, closed=True, groups=["g0"], manifest={"stats": {"reward_mean": 1.0}}, committed_at=12.0),
     ]  # fmt: skip
-    ledger.commit(dict(enumerate(rows)), [], [])
+    ledger.commit(rows, [], []).result()
     ledger.close()
     return run_dir
 

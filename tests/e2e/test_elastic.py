@@ -72,12 +72,24 @@ def test_one_cell_does_both(run: Run) -> None:
 def test_colocate(run: Run) -> None:
     """All cells turn together; calls wait meanwhile, and none is given up."""
     elastic(run, "buffer localhost\nsandbox localhost name=box slots=8\ncell localhost name=a\ncell localhost name=b\n", delay_s=0.0)
-    done = run.coord("--steps", "3", "--rule", "colocate")
-    assert done.returncode == 0, done.stderr[-6000:]
-    check_complete(run, 3)
-    for cell, least in (("a", 2), ("b", 1)):  # a step here takes a tenth of a second: it may be over before the satellite has joined
-        assert [r["phase"] for r in roles(run) if r["cell"] == cell].count("to_train") >= least
+    hosts = str(run.folder / "hosts.txt")
+    argv = run.argv("coord", "--cells", hosts, "--steps", "1000", "--rule", "colocate")
+    coord = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def turned(cell: str, times: int) -> bool:
+        assert coord.poll() is None, coord.communicate()[1][-5000:]
+        there = (run.dir / "events.jsonl").exists()
+        return there and [r["phase"] for r in roles(run) if r["cell"] == cell].count("to_train") >= times
+
+    run.until(lambda: turned("a", 2) and turned("b", 1), "both cells to turn")
     assert not [e for e in run.dump("--kind", "events") if e["kind"] == "reissued"]
+    coord.send_signal(signal.SIGINT)
+    _, err = coord.communicate(timeout=DEADLINE_S)
+    assert coord.returncode == 130, err[-5000:]
+    steps = len(run.dump("--kind", "steps")) + 2
+    done = run.coord("--steps", str(steps), "--resume", "--rule", "colocate")
+    assert done.returncode == 0, done.stderr[-6000:]
+    check_complete(run, steps)
 
 
 @pytest.mark.pain(31)

@@ -173,17 +173,26 @@ class Victim:
         self.ledger = Ledger(folder / "run")
         machine = Machine(config, tasks, (), Shell._now(), "r")
         shell = Shell(config, machine, self.ledger, self.server, Worker(None, kind="buffer", name="buffer", run_id="r"))
-        shell._process([], machine.start(Shell._now()))
+        shell._apply(shell._batch, machine.start(now := Shell._now()), None, now)
         core, box = self.server._peers[self.peers["train"]], self.server._peers[self.peers["sandbox"]]
 
         def say(peer: Peer, *messages: w.Message) -> None:
-            shell._process([(peer, message, {}) for message in messages], [])
+            take(*[(peer, message, {}) for message in messages])
+
+        def take(*received: Any) -> None:
+            shell._inbox += received
+            shell._process()
+            shell._begin()
+            if shell._committing is not None:
+                (batch, _), shell._committing = shell._committing, None
+                self.ledger._settle()
+                shell._publish(batch)
 
         say(core, w.AcquireTerm(id="t", cell="core", step=0), w.Published(id="p", version=Version(1, 0), cells=["a"], seconds=0.0))
 
         def handle(*received: Any) -> None:
             """Between what comes there is always somebody who takes every ticket and every micro-step."""
-            shell._process([received], [])
+            take(received)
             say(box, w.LeaseTickets(id=mint(), n=64, wait_s=0.0))
             meta = machine.state.meta
             say(core, w.ClaimMicroStep(id=mint(), term=meta.term, step=meta.committed + 1, cell="core", incarnation="1", wait_s=0.0))

@@ -127,7 +127,7 @@ def _store(run: Path, message: RolloutEnded, arrays: dict[str, array[int] | arra
         GroupRow("g0", "q0", 1, 0, 0, 10.0, state=GroupState.CONSUMED, step=1, reward_mean=1.0, graded=1),
         StepRow(1, 1, 10.0, state=StepState.COMMITTED, closed=True, groups=["g0"], manifest={"stats": {"reward_mean": 1.0}}, committed_at=12.0),
     ]  # fmt: skip
-    ledger.commit(dict(enumerate(rows)), [], [])
+    ledger.commit(rows, [], []).result()
     ledger.close()
 
 

@@ -191,7 +191,7 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("ledger")
     made = Ledger(folder)
-    made.commit({0: MetaRow(run_id="r", committed=1), 1: StepRow(1, 1, 10.0, state=StepState.COMMITTED, committed_at=12.0)}, [], [])
+    made.commit([MetaRow(run_id="r", committed=1), StepRow(1, 1, 10.0, state=StepState.COMMITTED, committed_at=12.0)], [], []).result()
     made.close()
     return folder
 
