@@ -133,7 +133,7 @@ def test_versions_and_runs_must_agree(tmp_path: Path) -> None:
             await other.ready(DEADLINE_S, "an engine")
         old = client(server.address)
         old._hello = msgspec.structs.replace(old._hello, wire_version=99)
-        with pytest.raises(Refused, match=r"speaks wire version 99, this process 1"):
+        with pytest.raises(Refused, match=r"speaks wire version 99, this process 2"):
             await old.ready(DEADLINE_S, "an engine")
         for c in (other, old):
             c.close()
