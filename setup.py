@@ -17,6 +17,13 @@ COMPLETIONS = {
 }
 
 
+def first_sentences(command):  # type: ignore[no-untyped-def]
+    """Else NAME and COMMANDS of a page are cut at 45 letters."""
+    command.short_help = " ".join((command.help or "").split("\n\n")[0].split()).partition(". ")[0].rstrip(".")
+    for one in getattr(command, "commands", {}).values():
+        first_sentences(one)
+
+
 class WithShare(Distribution().get_command_class("install_data")):  # type: ignore[misc]
     """Writes into the wheel, or the environment, directly."""
 
@@ -32,6 +39,7 @@ class WithShare(Distribution().get_command_class("install_data")):  # type: igno
         for line in self.distribution.entry_points["console_scripts"]:
             script, module = (part.strip() for part in line.partition(":")[0].split("="))
             command: click.Command = importlib.import_module(module.replace("gyre_commands", "commands")).main
+            first_sentences(command)
             write_man_pages(script, command, version=self.distribution.get_version(), target_dir=str(man))
             for shell, where in COMPLETIONS.items():
                 file = Path(self.install_dir, where.format(script))

@@ -7,6 +7,7 @@
 # Further flags go to every process, for example: --set sandbox.backend=process --set sandbox.unsafe=true
 set -eu
 
+[ $# -ge 2 ] || { sed -n '4s/^#  *//p' "$0" >&2; exit 2; }
 model=$1 tasks=$2 run=${3:-runs/by-hand}
 [ $# -gt 3 ] && shift 3 || shift $#
 harness_dir=$(cd "$(dirname "$0")/quickstart/agent" && pwd)

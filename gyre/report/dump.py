@@ -9,7 +9,7 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +36,8 @@ def parse_steps(text: str | None) -> tuple[int | None, int | None]:
         hi = (int(last) - 1 if last else None) if colon else lo
     except ValueError:
         raise UsageError("--step", f"{text!r} is no range of steps", "write A:B, A: or A") from None
+    if hi is not None and hi < lo:
+        raise UsageError("--step", f"{text!r} holds no step", "write A:B with A < B; B is not in it")
     return lo, hi
 
 
@@ -59,14 +61,23 @@ def write(
     """Write records to `output`, or stdout; `reader`: of their run, where it is here; `flush`: each at once. Raises `BrokenPipeError` when nobody
     reads any more."""
     encode = formats.of_form(form, reader, parse)  # before the file is emptied, for it may fail
-    with output.open("wb") if output is not None else nullcontext(cli.stdout()) as out, closing(encode(out)) as sink:
-        for record in found:
-            if record is not None:
-                sink.write(pick(record, fields) if fields else record)
-            elif reader_gone(out.fileno()):
-                raise BrokenPipeError
-            if flush:
-                out.flush()
+    with output.open("wb") if output is not None else nullcontext(cli.stdout()) as out:
+        sink = encode(out)
+        try:
+            for record in found:
+                if record is not None:
+                    sink.write(pick(record, fields) if fields else record)
+                elif reader_gone(out.fileno()):
+                    raise BrokenPipeError
+                if flush:
+                    out.flush()
+        except OSError:
+            sink.abandon()
+            raise
+        except KeyboardInterrupt:
+            sink.close()  # what there is shall be whole
+            raise
+        sink.close()
 
 
 def records(reader: RunReader, kind: str, selection: Selection, *, tokens: bool) -> Iterator[Record]:

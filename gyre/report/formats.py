@@ -24,6 +24,8 @@ class Sink(Protocol):
 
     def close(self) -> None: ...
 
+    def abandon(self) -> None: ...
+
 
 class Lines:
     """Each record as bytes of its own."""
@@ -35,6 +37,9 @@ class Lines:
         self._out.write(self._encode(record))
 
     def close(self) -> None:
+        pass
+
+    def abandon(self) -> None:
         pass
 
 
@@ -57,6 +62,9 @@ class Executions:
             self._out.write(msgspec.json.encode(document) + b"\n")
         self._records = []
 
+    def abandon(self) -> None:
+        self._records = []
+
 
 class Count:
     """How many there are, at the end."""
@@ -69,6 +77,9 @@ class Count:
 
     def close(self) -> None:
         self._out.write(f"{self._n}\n".encode())
+
+    def abandon(self) -> None:
+        pass
 
 
 class Parquet:
@@ -98,6 +109,11 @@ class Parquet:
     def close(self) -> None:
         self._flush()
         self._file.close()
+
+    def abandon(self) -> None:
+        """Nobody reads it any more. Else the end would be written when the writer is collected."""
+        if self._file is not None:
+            self._file.is_open = False
 
     def _flush(self) -> None:
         schema = self._schema or self._pa.schema([])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 from typing import Any, Literal
 
 import msgpack
@@ -16,7 +18,10 @@ import recorded
 from click.testing import CliRunner
 from gyre_commands.dump import main
 
+from gyre.report import formats
 from gyre.report.conversation import Conversations
+from gyre.report.dump import records, write
+from gyre.report.read import RunReader, Selection
 
 
 @pytest.fixture(scope="module")
@@ -225,3 +230,28 @@ def test_a_closed_pipe_is_quiet_in_every_format(run: Path) -> None:
         done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, timeout=120, check=False)
         os.close(write)
         assert (done.returncode, done.stderr) == (0, b""), form
+
+
+@pytest.mark.parametrize("form", ["jsonl", "msgpack", "parquet"])
+def test_a_reader_that_leaves_ends_it(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """In the middle, as head does; nothing hides why it ended."""
+    monkeypatch.setattr(formats, "_ROWS", 2)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+
+    def read() -> None:
+        with fifo.open("rb") as file:
+            file.read(10)
+
+    Thread(target=read, daemon=True).start()
+    with RunReader(run) as reader:
+        (record,) = records(reader, "rollouts", Selection(), tokens=True)
+        endless = itertools.repeat(record)
+        with pytest.raises(BrokenPipeError):
+            write(endless, fifo, form, [], reader, lambda *_: None, flush=True)
+
+
+def test_steps_that_are_none(run: Path) -> None:
+    for words in (["--step", "9:3"], ["--step", "2:2"], ["--step", "two"]):
+        done = dump(run, *words)
+        assert done.returncode == 2 and done.stderr.startswith(b"error: --step: '") and done.stderr.count(b"\n") == 1
