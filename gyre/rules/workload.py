@@ -189,7 +189,7 @@ def _explained(message: str) -> tuple[str, str, str]:
     key = f"{path}.{field[1]}".lstrip(".")
     if "required" in text:
         return "missing", "write it; examples/workloads has complete files", key
-    close = difflib.get_close_matches(key, set(_keys(Workload)), n=1)
+    close = difflib.get_close_matches(key, {k for k in _keys(Workload) if k.count(".") == key.count(".")}, n=1)
     return "unknown key", f"did you mean {close[0]}?" if close else "docs/commands/gyre-sim.md lists the keys", key
 
 

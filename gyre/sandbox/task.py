@@ -145,7 +145,9 @@ def load_task(path: Path) -> Task:
     file = path / "task.toml"
     if not path.is_dir():
         raise UsageError(str(path), "no such directory", "give the path of a task directory")
-    data = inputs.toml(file, "give the path of a Harbor task directory, or of a directory of them")
+    if not file.exists() and (one := next(path.glob("*/task.toml"), None)) is not None:
+        raise UsageError(str(path), "holds tasks and is none", f"give one of them, such as {one.parent}")
+    data = inputs.toml(file, "give the path of a Harbor task directory")
     values = _values(file, data)
     harbor.refuse(path, data)
     instruction = _instruction(path / "instruction.md")

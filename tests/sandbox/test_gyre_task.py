@@ -186,3 +186,9 @@ def test_on_a_terminal_there_is_a_bar_and_then_a_table(make_task, tmp_path):
     assert "checking" in shown and "2/2" in shown and "\x1b[" in shown
     table = shown[shown.rindex("oracle") :]
     assert "not sound" in table and "sound" in table and "1 of 2 tasks are sound" in table
+
+
+def test_a_directory_of_tasks_is_no_task(make_task, tmp_path):
+    task = make_task("one")
+    done = gyre_task("run", task.parent)
+    assert done.returncode == 2 and done.stderr == f"error: {task.parent}: holds tasks and is none; give one of them, such as {task}\n", done
