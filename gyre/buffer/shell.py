@@ -151,6 +151,8 @@ class Batch:
         self.stored = 0  # bytes of payload
         self.counters: Counters | None = None  # as they are when it is whole, if somebody is to be told
         self.revision = -1
+        self.subscribers: dict[bytes, Subscriber] = {}  # from this batch on
+        self.stats: dict[str, Any] = {}  # of a step
 
     @property
     def full(self) -> bool:
@@ -192,14 +194,21 @@ class Shell:
             for task in (serving, stopping, pumping):
                 task.cancel()
             await asyncio.gather(serving, stopping, pumping, return_exceptions=True)
-            self._pool.shutdown(cancel_futures=True)
+            under_way: list[asyncio.Future[Any]] = [*self._assembling, *([self._committing[1]] if self._committing is not None else [])]
+            if under_way:  # in the loop, where a second signal is heard
+                self._pool.shutdown(wait=False, cancel_futures=True)
+                await asyncio.gather(*under_way, return_exceptions=True)
+            self._pool.shutdown()
             self._readers.close()
 
     def _receive(self, peer: Peer, message: Message, arrays: Arrays) -> Awaitable[None] | None:
         self._inbox.append((peer, message, arrays))
         self._held += sum(a.nbytes for a in arrays.values())
         self._arrived.set()
-        return self._room() if len(self._inbox) >= _INBOX or self._held >= _BATCH_BYTES else None
+        return self._room() if self._is_held() else None
+
+    def _is_held(self) -> bool:
+        return len(self._inbox) >= _INBOX or self._held >= _BATCH_BYTES
 
     async def _room(self) -> None:
         self._drained.clear()
@@ -264,18 +273,23 @@ class Shell:
 
     def _process(self) -> None:
         now = self._now()
+        more = self._is_held()  # perhaps also what would move a deadline
         inbox, self._inbox, self._held = self._inbox, [], 0
         self._drained.set()
         for peer, message, arrays in inbox:
             self._heard_at = now.mono
             self._take(self._batch, peer, message, arrays, now)
         deadline = self._machine.next_deadline()
-        if deadline is not None and deadline <= now.mono:
+        if not more and deadline is not None and deadline <= now.mono:
             self._apply(self._batch, self._machine.handle(now, Tick()), None, now)
 
     def _begin(self) -> None:
         batch, self._batch, now = self._batch, Batch(), time.monotonic()
         batch.revision = self._machine.revision
+        for identity, new in batch.subscribers.items():
+            while len(self._subscribers) >= _SUBSCRIBERS and identity not in self._subscribers:
+                self._subscribers.pop(next(iter(self._subscribers)))
+            self._subscribers[identity] = new
         urgent = self._machine.finished or bool(self._machine.failure)
         for s in self._subscribers.values():
             s.due = s.seen != batch.revision and (urgent or now >= s.next_at)
@@ -300,6 +314,7 @@ class Shell:
         if self._prune is not None and not self._assembling:  # who repeats a claim may be behind its step
             self._ledger.prune(self._prune)
             self._prune = None
+        self._worker.stats = batch.stats or self._worker.stats
         for to, answer in batch.outgoing:
             self._send(to, answer)
         self._push(batch)
@@ -310,9 +325,7 @@ class Shell:
             self._readers.take(peer, message)
             return
         if isinstance(message, Subscribe):
-            while len(self._subscribers) >= _SUBSCRIBERS:
-                self._subscribers.pop(next(iter(self._subscribers)))
-            self._subscribers[peer.identity] = Subscriber(peer, message.id, message.events, message.min_interval_s)
+            batch.subscribers[peer.identity] = Subscriber(peer, message.id, message.events, message.min_interval_s)
             return
         if isinstance(message, RolloutEnded):
             if reason := malformed(message, arrays):
@@ -327,7 +340,8 @@ class Shell:
         if peer.identity in self._sandboxes:
             self._sandboxes[peer.identity].heard_at = now.mono
         if (step := self._machine.missing(message)) is not None:
-            self._machine.recall([*batch.puts.values(), *self._ledger.rows_from(step)])
+            newer = batch.puts.keys() | batch.drops.keys()
+            self._machine.recall([*batch.puts.values(), *(r for r in self._ledger.rows_from(step) if (r.TABLE, *r.key) not in newer)])
         received = Received(peer, message, f"{peer.name}/{peer.incarnation}", versions)
         self._apply(batch, self._machine.handle(now, received), (message, arrays), now)
 
@@ -348,7 +362,7 @@ class Shell:
                     batch.prune = step
                 case Log(kind, fields, cause, proc):
                     if kind == "step":
-                        self._worker.stats = fields["stats"]
+                        batch.stats = fields["stats"]
                     seq = self._ledger.next_seq
                     self._ledger.next_seq += 1
                     event = Event(seq=seq, t_wall=now.wall, t_mono=now.mono, proc=proc or "buffer", cause=cause, kind=kind, fields=fields)
@@ -375,11 +389,14 @@ class Shell:
     def _push(self, batch: Batch) -> None:
         now = time.monotonic()
         for s in self._subscribers.values():
-            if s.events and batch.lines and (s.due or s.seen >= 0):
+            first = s.seen < 0
+            if s.events and batch.lines and not first:
                 self._server.send(s.peer, Events(id=mint(), cause=s.cause, lines=[line for _, line in batch.lines]))
             if s.due and batch.counters is not None:
                 self._server.send(s.peer, msgspec.structs.replace(batch.counters, id=mint(), cause=s.cause))
                 s.seen, s.next_at, s.due = batch.revision, now + s.min_interval_s, False
+                if first and s.events and batch.lines:
+                    self._server.send(s.peer, Events(id=mint(), cause=s.cause, lines=[line for _, line in batch.lines]))
         if (c := batch.counters) is not None and now - self._status_at > 1.0:
             self._status_at, self._worker.counters = now, c
             self._worker.status("working", f"step {c.step}/{c.total_steps}", water_level=c.water_level, groups_open=c.groups_open)

@@ -42,7 +42,7 @@ class FileSum(msgspec.Struct, frozen=True):
     """Size and XXH3-128 of a file."""
 
     nbytes: int
-    blake2b: str
+    xxh3: str
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):

@@ -115,12 +115,10 @@ class SegmentWriter:
         _path(self._directory, segment).unlink(missing_ok=True)
 
     def close(self) -> None:
-        try:
-            self.cut()()
-        finally:
-            if self._fds[-1] >= 0:
-                os.close(self._fds[-1])
-                self._fds = [-1]
+        for fd in self._fds:  # what was not cut is nobody's: its rows will never be committed
+            if fd >= 0:
+                os.close(fd)
+        self._fds, self._pieces = [-1], [[]]
 
 
 def _write_all(fd: int, pieces: list[bytes | memoryview]) -> None:
@@ -154,6 +152,8 @@ class SegmentReader:
         if len(data) != place.length or len(data) < _HEADER.size:
             raise WorkFailed(f"{path}: record at {place.offset} is cut short")
         magic, checksum, length = _HEADER.unpack_from(data)
+        if magic == b"GYR1":
+            raise WorkFailed(f"{path}: written by an older gyre, whose checksums this one does not know")
         body = memoryview(data)[_HEADER.size :]
         if magic != _MAGIC or length != len(body) or xxhash.xxh3_64_intdigest(body) != checksum:
             raise WorkFailed(f"{path}: record at {place.offset} is damaged (checksum)")

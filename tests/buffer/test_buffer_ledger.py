@@ -142,6 +142,7 @@ def test_segments_rotate_and_a_new_writer_leaves_old_tails_alone(tmp_path):
 def test_a_damaged_payload_is_named_and_never_returned(tmp_path, damage):
     writer = SegmentWriter(tmp_path)
     place = writer.append([b"payload" * 10])
+    writer.cut()()
     writer.close()
     path = tmp_path / "seg-000000"
     data = bytearray(path.read_bytes())
