@@ -143,7 +143,7 @@ def facts(s: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _evals(evals: dict[str, Any], width: int) -> Table:
+def _evals(evals: dict[str, Any], width: int) -> Group:
     kinds = sorted(evals["before"]["by_kind"])
     rows = [[str(e["version"]), brief(e["reward_mean"]), *(brief(e["by_kind"].get(k, {}).get("reward_mean")) for k in kinds)]
             for e in (evals["before"], evals["after"]) if e]  # fmt: skip
