@@ -29,6 +29,7 @@ def main(
         import msgspec
 
         from gyre.errors import UsageError
+        from gyre.report.show import stdout_width
         from gyre.rules import workload as files
         from gyre.sim import compare
 
@@ -46,7 +47,7 @@ def main(
 
         with Console(stderr=True).status("") as status:  # nothing where stderr is no terminal
             rows = compare.compare(made, rules or compare.DEFAULT_RULES, lambda next_: status.update(f"simulating {next_}"))
-        click.echo(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode() if form == "json" else compare.table(rows))
+        click.echo(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode() if form == "json" else compare.table(rows, stdout_width()))
 
     cli.guarded(run)
 

@@ -20,7 +20,7 @@ from gyre.wire.messages import AskStatus, ProcessStatus, RunStatus
 
 _DRAW_S: Final = 1.0
 _KEPT: Final = 500  # events, for views that come later
-_ALSO_KEPT: Final = ("buffer_started", "role")  # beside those that have a line
+_ALSO_KEPT: Final = ("buffer_started", "role", "eval_issued")  # beside those that have a line
 
 
 class Window:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -55,24 +56,67 @@ def score_chart(text: Text, values: Sequence[float], width: int, height: int) ->
         text.append(row, style="green")
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Table:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int, labels: int = 1) -> Group:
+    """All columns: those there is no room for stand in further blocks below, each behind the first `labels` columns (behind the first alone where
+    these leave no room)."""
+    columns = list(zip(head, *rows, strict=True))
+    wide = [2 + max(map(len, column)) for column in columns]
+    keep = labels if sum(wide[:labels]) + max(wide[labels:], default=0) <= width else 1
+    blocks = [list(range(keep))]
+    for i in range(keep, len(columns)):
+        if len(blocks[-1]) > keep and sum(wide[k] for k in blocks[-1]) + wide[i] > width:
+            blocks.append(list(range(keep)))
+        blocks[-1].append(i)
+    return Group(*(_block([columns[i] for i in block]) for block in blocks))
+
+
+def first_columns(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Table:
     """As many columns as there is room for, the first in any case."""
-    made = Table(box=None, header_style="grey50", padding=(0, 1))
     columns: list[tuple[str, ...]] = []
-    for title, *column in zip(head, *rows, strict=True):
-        width -= 2 + max(map(len, [title, *column]))
+    for column in zip(head, *rows, strict=True):
+        width -= 2 + max(map(len, column))
         if columns and width < 0:
             break
+        columns.append(column)
+    return _block(columns)
+
+
+def _block(columns: Sequence[Sequence[str]]) -> Table:
+    made = Table(box=None, header_style="grey50", padding=(0, 1))
+    for title, *_ in columns:
         made.add_column(Text(title), justify="right", no_wrap=True)
-        columns.append(tuple(column))
-    for row in zip(*columns, strict=True):
+    for row in list(zip(*columns, strict=True))[1:]:
         made.add_row(*map(Text, row))  # never markup
     return made
 
 
+def packed(entries: Iterable[Text], width: int, gap: str = "   ", indent: int = 0) -> Text:
+    """Entries beside each other in lines at most `width` wide, those behind the first indented. One that fits a line is not broken, others are
+    broken at words."""
+    lines = [Text()]
+    for entry in entries:
+        whole = entry.cell_len <= width - indent
+        for i, part in enumerate([entry] if whole else entry.split(" ")):
+            between = " " if i else gap
+            if lines[-1].plain.strip() and lines[-1].cell_len + len(between) + part.cell_len > width:
+                lines.append(Text(" " * indent))
+            elif lines[-1].plain.strip():
+                lines[-1].append(between)
+            lines[-1].append_text(part)
+    return Text("\n").join(lines)
+
+
+def ordinal(n: int) -> str:
+    """1st, 2nd, 3rd, 4th, 11th, 21st."""
+    ending = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
+    return f"{n}{ending}"
+
+
 def clock(seconds: float) -> str:
-    """Seconds as [h:]mm:ss."""
-    s = int(seconds)
+    """Seconds as [h:]mm:ss, with a minus before what is negative."""
+    s = abs(int(seconds))
+    if int(seconds) < 0:
+        return f"-{clock(s)}"
     return f"{s // 3600}:{s // 60 % 60:02d}:{s % 60:02d}" if s >= 3600 else f"{s // 60:02d}:{s % 60:02d}"
 
 

@@ -45,6 +45,7 @@ class History:
         self._now = 0.0
         self._begun: dict[str, Any] = {}
         self._failure = ""
+        self._finished = False
         self._core = ""
         self._trainers: dict[str, None] = {}  # in order of appearance
         self._engines: dict[str, None] = {}
@@ -73,8 +74,10 @@ class History:
         f = e.fields
         match e.kind:
             case "buffer_started":
-                self._begun = f
+                self._begun, self._finished = f, False
                 self._halt = silent_since, self._now
+            case "finished":
+                self._finished = True
             case "failure":
                 self._failure = plain(str(f.get("reason", "")))
             case "term":
@@ -184,6 +187,8 @@ class History:
         start = self._bursts[0].start if self._bursts else 0.0
         cells, spans, messages = self._roles(start, end)
         edges = [b.start for b in self._bursts[1:]] + [end]
+        if self._bursts and (self._finished or self._bursts[-1].version >= (_real(self._begun.get("total_steps")) or math.inf)):
+            edges[-1] = self._bursts[-1].start  # the last policy: no step comes after it
         steps = sorted(self._steps.values(), key=lambda s: s.step)
         bursts = [
             replace(b, end=edge, steps=tuple(s.step for s in steps if b.start < s.committed <= edge))

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gyre.events import Event
-from gyre.report.figures import brief, clock, moving_average, plain, score_chart, table
+from gyre.report.figures import brief, clock, first_columns, moving_average, packed, plain, score_chart
 from gyre.types import RolloutState
 from gyre.wire.messages import Counters, ProcessStatus
 
@@ -44,12 +44,11 @@ _STEP: Final = (
     ("grad_norm", "grad"),
     ("entropy", "entropy"),
     ("clip_fraction", "clipped"),
-    ("staleness_mean", "staleness"),
+    ("staleness_mean", "stale"),
     ("logprob_diff_current_mean", "Δ log-prob"),
     ("trainable_tokens", "tokens"),
 )
 _NUMBERS: Final = ("tokens/s", "KV", "calls", "policy")
-_FIXED: Final = 11  # lines that are always there: the head, four of counts, headings, blank ones, the last for the cursor
 _CHART_HEIGHT: Final = 5
 _CHART_FROM: Final = 34  # lines of a terminal that has room for the chart too
 _LEFT_TO_OTHERS: Final = 8  # lines that processes leave to steps and events
@@ -66,11 +65,13 @@ class RunView:
         self.cells: dict[str, str] = {}  # phase of each cell that can turn
         self.rewards: list[float] = []
         self.evals: list[tuple[int, float]] = []
+        self.issued: dict[str, tuple[int, int]] = {}  # evaluations under way: the version of each and its number of executions
         self.steps: deque[dict[str, Any]] = deque(maxlen=20)
         self.predicted: float | None = None
         self.stall: Event | None = None
         self.finished = False
         self.recent: deque[str] = deque(maxlen=20)
+        self.zero = 0.0  # seconds after the first event from which times of events are counted
         self._began = self._last = time.time()  # on the clock of the buffer's host
         self._heard = False
 
@@ -85,7 +86,10 @@ class RunView:
                 self.rewards.append(row["reward_mean"])
             shown = [f"{label} {_short(row[name])}" for name, label in _STEP if row.get(name) is not None]
             line = f"step {fields['step']}: {', '.join(shown)}"
+        elif kind == "eval_issued":
+            self.issued[fields["eval"]] = fields["version"], fields["n"]
         elif kind == "eval":
+            self.issued.pop(fields.get("eval", ""), None)
             if fields.get("reward_mean") is not None:
                 self.evals.append((fields["version"], fields["reward_mean"]))
             line = f"eval: held-out at version {fields.get('version')}: reward {_short(fields.get('reward_mean'))} over {fields.get('graded')} tasks"
@@ -100,9 +104,11 @@ class RunView:
             self.finished = True
             line = "finished: " + ", ".join(f"{n} {state}" for state, n in fields.get("counts", {}).items() if n)
         elif kind in _SHOWN:
+            if kind == "term":  # what the core went back behind is evaluated anew
+                self.issued = {name: (version, n) for name, (version, n) in self.issued.items() if version <= fields.get("step", version)}
             line = f"{kind}: " + ", ".join(f"{k} {_short(v)}" for k, v in fields.items() if v not in (None, "", [], {}))
         if line is not None and kind != "step":
-            self.recent.append(f"{clock(event.t_wall - self._began)}  {line}")
+            self.recent.append(f"{clock(event.t_wall - self._began - self.zero)}  {line}")
         return line
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -112,16 +118,16 @@ class RunView:
         """A picture of at most `height` lines."""
         inner, c = width - 2, self.counters
         chart = self.rewards and height >= _CHART_FROM
-        room = height - _FIXED - bool(self.note) - (_CHART_HEIGHT + 2 if chart else 0)
-        rows = list(self._processes())
-        n_rows = min(len(rows), max(2, room - _LEFT_TO_OTHERS))
-        room -= n_rows
-        n_steps = min(len(self.steps), max(1, room // 2))
-        parts: list[RenderableType] = [self._head(inner)]
-        if c is not None:
-            parts += [self._levels(c), *self._executions(c, inner)]
+        top = [] if c is None else [self._levels(c, inner), self._executions(c, inner), *self._evaluations(c)]
         if self.note and not self.finished:
-            parts.append(Text(self.note, style="yellow", no_wrap=True, overflow="ellipsis"))
+            top.append(Text(self.note, style="yellow", no_wrap=True, overflow="ellipsis"))
+        rows = list(self._processes())
+        room = height - 2 - sum(text.plain.count("\n") + 1 for text in top) - (_CHART_HEIGHT + 2 if chart else 0)  # the head, the cursor's line
+        room -= 2 * bool(rows) + 2 * bool(self.steps) + bool(self.recent)  # blank lines, headings
+        n_rows = min(len(rows), max(2, room - min(_LEFT_TO_OTHERS, len(self.steps) + len(self.recent))))
+        room -= n_rows
+        n_steps = min(len(self.steps), max(1, room // 2, room - len(self.recent)))
+        parts: list[RenderableType] = [self._head(inner), *top]
         if rows:
             parts += [Text(), self._cells(rows, n_rows)]
         if chart:
@@ -129,7 +135,7 @@ class RunView:
         if n_steps:
             labels = [(k, label) for k, label in _STEP if any(s.get(k) is not None for s in self.steps)]
             shown = [[str(s["step"]), *(_short(s[k]) if s.get(k) is not None else "–" for k, _ in labels)] for s in list(self.steps)[-n_steps:]]
-            parts += [Text(), table(["step", *(label for _, label in labels)], shown, inner)]
+            parts += [Text(), first_columns(["step", *(label for _, label in labels)], shown, inner)]
         events = list(self.recent)[-max(1, room - n_steps) :]
         if events:
             parts += [Text(), *(Text(line, style="grey62", no_wrap=True, overflow="ellipsis") for line in events)]
@@ -148,28 +154,39 @@ class RunView:
         head.add_row(Text.assemble(("gyre ", "bold"), (self.title, "bold cyan"), steps), bar, end)
         return head
 
-    def _levels(self, c: Counters) -> Text:
+    def _levels(self, c: Counters, width: int) -> Text:
         """Water level, policy, groups, staleness."""
         last = self.steps[-1] if self.steps else {}
         measured = (("measured", "staleness_mean", ".2f"), ("p95", "staleness_p95", ".0f"), ("max", "staleness_max", ".0f"))
         stale = [f"predicted {brief(last.get('staleness_predicted', self.predicted))}"]
         stale += [f"{label} {brief(last[k], form)}" for label, k, form in measured if last.get(k) is not None]
         groups = f"{c.groups_open - c.ready_groups} open, {c.ready_groups} ready, {c.taken_groups} in the step"
-        text = Text.assemble((f"water level {c.water_level}", "bold"), f"   policy {c.published.step} of term {c.term}   groups: {groups}")
-        return text.append(f"\nstaleness {', '.join(stale)}")
+        level = Text(f"water level {c.water_level}", style="bold")
+        text = packed([level, Text(f"policy {c.published.step} of term {c.term}"), Text(f"groups: {groups}")], width, indent=2)
+        return text.append("\n").append_text(packed(Text(f"staleness {', '.join(stale)}").split(" "), width, gap=" ", indent=2))
 
-    def _executions(self, c: Counters, width: int) -> list[RenderableType]:
-        bar, legend, total = (
-            Text(no_wrap=True, overflow="crop"),
-            Text(f"executions {c.admitted}: ", no_wrap=True, overflow="ellipsis"),
-            max(1, c.admitted),
-        )
+    def _executions(self, c: Counters, width: int) -> Text:
+        """All states, on as many lines as they need, and a bar."""
+        bar, entries, total = Text(), [], max(1, c.admitted)
         for state in RolloutState:
             n = c.states.get(state, 0)
             bar.append("█" * (round(n / total * width) or (1 if n else 0)), style=_COLOURS[state])
             if n:
-                legend.append(f"■ {n} {state}  ", style=_COLOURS[state])
-        return [legend, bar]
+                entries.append(Text(f"■ {n} {state}", style=_COLOURS[state]))
+        bar.truncate(width)
+        legend = packed([Text.assemble(f"executions {c.admitted}: ", *entries[:1]), *entries[1:]], width, gap="  ", indent=2)
+        return legend.append("\n").append_text(bar)
+
+    def _evaluations(self, c: Counters) -> list[Text]:
+        """A line while held-out tasks run: the counts of executions leave them out."""
+        if self.finished or not c.eval_outstanding:
+            return []
+        n = sum(n for _, n in self.issued.values())
+        if n < c.eval_outstanding:  # where the events that began it are not known, or not yet
+            return [Text(f"evaluating: {c.eval_outstanding} to go", style="magenta")]
+        versions = sorted(version for version, _ in self.issued.values())
+        of = f"version{'s' * (len(versions) > 1)} {', '.join(map(str, versions))}"
+        return [Text(f"evaluating {of}: {n - c.eval_outstanding} of {n}", style="magenta", no_wrap=True, overflow="ellipsis")]
 
     def _processes(self) -> Iterable[tuple[Text, ...]]:
         """A row for each cell, then one for each other process: name, what it is, tokens/s, KV use, requests, policy, what it does."""

@@ -59,7 +59,10 @@ def page(runs: Sequence[Timeline], summaries: Sequence[dict[str, Any]], chosen: 
             body += [f"<h2>Events of {_text(t.name)}</h2>", _lines(view.recent)]
         if view.stall is not None:
             body += [f"<h2>The last stall of {_text(t.name)}</h2>", _lines(text_of(partial(stall.drawing, view.stall), WIDTH).splitlines())]
-    body.append("<footer>Written by gyre-report. Times are counted from the first publication.</footer>")
+    unpublished = [t.name for t in runs if not t.bursts]
+    origin = "Where nothing else is said, times are counted from a run's first publication"
+    origin += f", of {_text(', '.join(unpublished))} from the first event: nothing was published" if unpublished else ""
+    body.append(f"<footer>Written by gyre-report. {origin}.</footer>")
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>gyre: {title}</title><style>{_CSS}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(body) + "\n</body></html>\n"
 

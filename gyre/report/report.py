@@ -48,7 +48,7 @@ def write(run_dirs: Sequence[Path], form: str, output: Path | None, figures: Seq
 
             chosen = [d for d in plots.drawings(runs, burst) if not figures or d.name in figures]
             if form == "html":
-                views = [told(d) for d in run_dirs]
+                views = [told(d, t.start) for d, t in zip(run_dirs, runs, strict=True)]
                 _put(page.page(runs, [s for s in summaries if s is not None], chosen, views).encode(), output)
             elif chosen:
                 _put(plots.save(chosen, form), output)
@@ -56,9 +56,10 @@ def write(run_dirs: Sequence[Path], form: str, output: Path | None, figures: Seq
                 raise WorkFailed(f"{run_dirs[0]}: nothing to draw: {'; '.join(m for t in runs for m in t.messages) or 'it has not the facts for it'}")
 
 
-def told(run_dir: Path) -> RunView:
-    """A run's view, with the last of what happened in it beside its steps."""
+def told(run_dir: Path, zero: float) -> RunView:
+    """A run's view, with the last of what happened in it beside its steps; times are counted from `zero` seconds after its first event."""
     view = RunView(run_dir.name)
+    view.zero = zero
     view.recent = deque(maxlen=_EVENTS)
     for event in EventReader(run_dir / "events.jsonl").events():
         view.event(event)

@@ -28,13 +28,17 @@ def show(draw: Callable[[int], Sequence[RenderableType]], output: Path | None) -
                 console.print(part)
                 console.print()
             return
-    columns = os.environ.get("COLUMNS", "")
-    width = int(columns) if columns.isdigit() and int(columns) > 0 and output is None else WIDTH
-    text = text_of(draw, width)
+    text = text_of(draw, stdout_width() if output is None else WIDTH)
     if output is None:
         cli.stdout().write(text.encode())
     else:
         output.write_text(text, encoding="utf-8")
+
+
+def stdout_width() -> int:
+    """Of the terminal; of a pipe what COLUMNS says, or 120."""
+    console, columns = Console(), os.environ.get("COLUMNS", "")
+    return console.width if console.is_terminal else int(columns) if columns.isdigit() and int(columns) > 0 else WIDTH
 
 
 def text_of(draw: Callable[[int], Sequence[RenderableType]], width: int) -> str:

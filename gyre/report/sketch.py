@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gyre.report import timeline
-from gyre.report.figures import brief, chart, mean, table, unit
+from gyre.report.figures import brief, chart, mean, ordinal, packed, table, unit
 from gyre.report.timeline import MarkKind, RoleSpan, Timeline
 from gyre.rules.roles import CellPhase
 from gyre.rules.staleness import Summary, summarize
@@ -86,13 +86,17 @@ def _ruler(marks: Sequence[tuple[float, str]], width: int) -> str:
     return "".join(line)
 
 
-def _legend(text: Text, phases: set[CellPhase], more: str, indent: int) -> None:
+def _legend(text: Text, phases: set[CellPhase], more: Sequence[str], indent: int, width: int) -> None:
+    entries = [Text.assemble((glyph, colour), f" {word}") for phase, (glyph, colour, word) in _PHASES.items() if phase in phases]
+    _entries(text, [*entries, *map(Text, more)], indent, width)
+
+
+def _entries(text: Text, entries: Sequence[Text], indent: int, width: int) -> None:
+    """A legend, on as many lines as it needs."""
     _line(text, " " * indent)
-    for phase, (glyph, colour, word) in _PHASES.items():
-        if phase in phases:
-            text.append(glyph, style=colour)
-            text.append(f" {word}   ")
-    text.append(more)
+    for i, line in enumerate(packed(entries, width - indent).split("\n")):
+        text.append("\n" + " " * indent if i else "")
+        text.append_text(line)
 
 
 def _names(t: Timeline) -> tuple[list[str], int]:
@@ -115,7 +119,7 @@ def _roles(t: Timeline, width: int) -> Text | None:
     for cell in shown:
         lane = _lane([s for s in t.spans if s.cell == cell], t.start, t.end, room)
         _line(text, f"{cell[:name]:{name}} ", *lane, f" {fractions[cell]:4.0%}")
-    _legend(text, {s.phase for s in t.spans}, "|n burst n begins with a publication", name + 1)
+    _legend(text, {s.phase for s in t.spans}, ["|n burst n begins with a publication"], name + 1, width)
     return text
 
 
@@ -154,14 +158,15 @@ def _burst(t: Timeline, width: int, number: int | None) -> Text | None:
             lane[min(room - 1, int((m.at - b.start) / (b.end - b.start) * room))] = (_SIGNS[m.kind], "bold")
         _line(text, f"{cell[:name]:{name}} ", *lane)
     words = {MarkKind.JOIN: "joins", MarkKind.LEAVE: "leaves", MarkKind.VOID: "given up"}
-    signs = [f"{_SIGNS[k]} {word}   " for k, word in words.items() if any(m.kind is k for m in marks)]
-    _legend(text, {s.phase for s in spans}, "".join(signs) + "|n commit of step n", name + 1)
+    signs = [f"{_SIGNS[k]} {word}" for k, word in words.items() if any(m.kind is k for m in marks)]
+    _legend(text, {s.phase for s in spans}, [*signs, "|n commit of step n"], name + 1, width)
     for s in steps:
         done = ", ".join(f"{c} {n}" for c, n in s.micro_steps)
         ends = [f"{m.kind} {m.seconds:.3g} s" + (f" ({len(m.cells)} cells)" if len(m.cells) > 1 else "") for m in marks if m.step == s.step
                 and m.kind in (MarkKind.REDUCE, MarkKind.UPDATE, MarkKind.BROADCAST)]  # fmt: skip
         line = f"step {s.step}, committed at {(s.committed - b.start) / scale:.1f} {word}" + (f": micro-steps {done}" if done else "")
-        _line(text, "; ".join([line, *ends]))
+        _line(text)
+        text.append_text(packed(Text("; ".join([line, *ends])).split(" "), width, gap=" ", indent=2))
     return text
 
 
@@ -186,14 +191,13 @@ def _slots(t: Timeline, width: int, number: int | None) -> Text | None:
             for i in range(int(first), min(room, max(int(first) + 1, round(last)))):
                 lane[i] = (glyph, colour)
         _line(text, f"{slots.index(slot):4d} ", *lane)
-    _line(text, "     digit: last digit of the burst that admitted the execution   e evaluation   x discarded or lost")
-    if every > 1:
-        text.append(f"   every {every}th slot")
+    legend = ["digit: last digit of the burst that admitted the execution", "e evaluation", "x discarded or lost"]
+    _entries(text, [Text(entry) for entry in [*legend, *([f"every {ordinal(every)} slot"] if every > 1 else [])]], 5, width)
     return text
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> RenderableType | None:
-    return Group(Text(title, style="bold", overflow="ellipsis", no_wrap=True), table(head, rows, width)) if rows else None
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], width: int, labels: int = 1) -> RenderableType | None:
+    return Group(packed(Text(title, style="bold").split(" "), width, gap=" ", indent=2), table(head, rows, width, labels)) if rows else None
 
 
 def _numbers(s: Summary, scale: float = 1.0) -> list[str]:
@@ -207,7 +211,7 @@ def _staleness(runs: Sequence[Timeline], width: int) -> RenderableType | None:
             between = [s.interpolated for s in samples if s.interpolated is not None]
             rows.append([t.name, f"{kind}, discrete", *_numbers(summarize([s.discrete for s in samples]))])
             rows.append([t.name, f"{kind}, interpolated", *_numbers(summarize(between))])
-    return _table("staleness, optimizer steps", ("run", "", "groups", "mean", "p95", "max"), [r for r in rows if r[2] != "0"], width)
+    return _table("staleness, optimizer steps", ("run", "", "groups", "mean", "p95", "max"), [r for r in rows if r[2] != "0"], width, 2)
 
 
 def _durations(runs: Sequence[Timeline], width: int) -> RenderableType | None:
@@ -222,11 +226,11 @@ def _durations(runs: Sequence[Timeline], width: int) -> RenderableType | None:
         rows.append([t.name, "rollouts", *_numbers(summarize(rollouts), scale), *limits])
         rows.append([t.name, "queries", *_numbers(summarize(queries), scale), "", ""])
     columns = ("run", "", "n", "mean", "p95", "max", "harness time-out", "overall time-out")
-    return _table(f"durations, {word}", columns, [r for r in rows if r[2] != "0"], width)
+    return _table(f"durations, {word}", columns, [r for r in rows if r[2] != "0"], width, 2)
 
 
 def _learning(runs: Sequence[Timeline], width: int) -> RenderableType | None:
-    """Of the first five steps and the last five; seconds of forward and backward passes a step."""
+    """Of the first steps and as many last ones, at most five and never the same; seconds of forward and backward passes a step."""
     if not any(s.grad_norm is not None for t in runs for s in t.steps):
         return None
     widest = timeline.widest(runs)
@@ -234,11 +238,12 @@ def _learning(runs: Sequence[Timeline], width: int) -> RenderableType | None:
     for t in runs:
         norms, scores = [s.grad_norm for s in t.steps if s.grad_norm is not None], [s.score for s in t.steps if s.score is not None]
         compute = timeline.compute_per_step(t)
-        change = [f"{brief(mean(x[:5]), '.3g')} → {brief(mean(x[-5:]), '.3g')}" for x in (norms, scores)]
+        n = max(1, min(5, len(norms) // 2))
+        change = [f"{brief(mean(x[:n]), '.3g')} → {brief(mean(x[-n:]), '.3g')}" for x in (norms, scores)]
         part = f"{compute / whole:.0%}" if compute is not None and whole else "–"
-        rows.append([t.name, str(t.budget or "–"), *change, brief(compute, ".3g"), part])
-    columns = ("run", "J_max", "gradient norm", "score", "compute, s", f"of {widest.name}'s")
-    return _table("learning, first five → last five steps", columns, rows, width)
+        rows.append([t.name, str(t.budget or "–"), f"{n} → {n}", *change, brief(compute, ".3g"), part])
+    columns = ("run", "J_max", "steps", "gradient norm", "score", "compute, s", f"of {widest.name}'s")
+    return _table("learning, means of the first → of the last steps", columns, rows, width)
 
 
 def _speedup(runs: Sequence[Timeline], width: int) -> RenderableType | None:

@@ -19,6 +19,7 @@ from gyre.report.figures import brief, clock, mean, moving_average, score_chart,
 from gyre.report.read import RunReader
 from gyre.rules import staleness
 
+_PHASES: Final = ("setup", "harness", "grade")  # of an execution, one after the other; model calls are made in the harness' time
 FIRST_STEPS: Final = 5
 LAST_STEPS: Final = 10
 _ROWS: Final = 20
@@ -132,18 +133,38 @@ def facts(s: dict[str, Any]) -> dict[str, str]:
     states = ", ".join(f"{n} {k}" for k, n in s["counts"].items() if n and k != "admitted")
     return {
         "trained": f"{s['steps']} of {s['total_steps']} steps" + ("" if seconds["total"] is None else f" in {clock(seconds['total'])}"),
-        "reward": f"first five steps {brief(s['reward']['first'])}, last ten {brief(s['reward']['last'])}",
+        "reward": _reward(s),
         "held-out": " → ".join(evals),
         "staleness": f"predicted {brief(st['predicted'])}, mean {brief(st['mean'])}, p95 {brief(st['p95'])}, max {brief(st['max'])}",
         "log-probs": f"trainer against engine: mean {brief(lp['mean'], '.1e')}, max {brief(lp['max'], '.1e')}",
         "executions": f"{s['counts']['admitted']} admitted: {states or 'none'}",
         "endings": ", ".join(f"{n} {k}" for k, n in s["endings"].items()) or "–",
         "trainer": ", ".join(f"{k} {v:.1f} s" for k, v in seconds["trainer"].items()),
-        "an execution": ", ".join(f"{k} {v:.3f} s" for k, v in seconds["execution_mean"].items() if v is not None) or "–",
+        "an execution": _execution(seconds["execution_mean"]),
     }
 
 
-def _evals(evals: dict[str, Any], width: int) -> Table:
+def _reward(s: dict[str, Any]) -> str:
+    """Of the first and the last steps that have a reward; of all where these would be the same ones in part."""
+    r, rewards = s["reward"], [row["reward"] for row in s["table"] if row["reward"] is not None]
+    if r["first_steps"] + r["last_steps"] <= len(rewards):
+        return f"first {r['first_steps']} steps {brief(r['first'])}, last {r['last_steps']} {brief(r['last'])}"
+    return f"{brief(mean(rewards))}, mean of {len(rewards)} step{'s' * (len(rewards) != 1)}"
+
+
+def _execution(seconds: dict[str, float | None]) -> str:
+    """Mean seconds in the order of time."""
+    known = {k: f"{v:.3f} s" for k, v in seconds.items() if v is not None}
+    calls = known.pop("model", None)
+    if calls is not None and "harness" in known:
+        known["harness"] += f" ({calls} of it in model calls)"
+    elif calls is not None:
+        known["model calls"] = calls
+    order = [k for k in _PHASES if k in known] + [k for k in known if k not in _PHASES]
+    return ", ".join(f"{k} {known[k]}" for k in order) or "–"
+
+
+def _evals(evals: dict[str, Any], width: int) -> Group:
     kinds = sorted(evals["before"]["by_kind"])
     rows = [[str(e["version"]), brief(e["reward_mean"]), *(brief(e["by_kind"].get(k, {}).get("reward_mean")) for k in kinds)]
             for e in (evals["before"], evals["after"]) if e]  # fmt: skip

@@ -5,7 +5,8 @@
 Invariants
 - Times are seconds since the run began; the clock starts where the filler says, figures count from `start`.
 - Tuples are in order of time; the spans of a cell do not overlap and lie within [start, end].
-- Bursts are numbered from 1: number k lies between publication k and the next, as a rule's `View.burst` counts them.
+- Bursts are numbered from 1: number k lies between publication k and the next, as a rule's `View.burst` counts them. The last publication
+  of a run that has reached its end begins none: its `end` is its `start`.
 
 Pure: dataclasses and numbers, no files, no clock. Not here: drawing.
 """

@@ -96,11 +96,12 @@ def _counters(run_dir: Path) -> Counters:
     with RunReader(run_dir) as reader:
         meta, states, groups = reader.meta, reader.counts(), reader.group_counts()
         steps = [row.step for row in reader.step_rows()]
+        left = sum(e.outstanding for e in reader.eval_rows() if e.completed_at is None)
     is_open, ready, taken = (groups.get(s, 0) for s in (GroupState.OPEN, GroupState.READY, GroupState.CLAIMED))
     return Counters(
         id="", seq=0, admitted=states.pop("admitted"), states=states, water_level=sum(states[s] for s in UNFINISHED), step=max(steps, default=0),
         total_steps=meta.total_steps, published=Version(meta.published_term or 0, meta.published_step or 0), term=meta.term,
-        groups_open=is_open + ready, eval_outstanding=0, finished=False, ready_groups=ready, taken_groups=taken, publications=meta.publications,
+        groups_open=is_open + ready, eval_outstanding=left, finished=False, ready_groups=ready, taken_groups=taken, publications=meta.publications,
     )  # fmt: skip
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import statistics
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
 
 from gyre.errors import UsageError
+from gyre.report.figures import brief
 from gyre.rules import staleness
 from gyre.rules.admission import quota
 from gyre.rules.named import RuleName, make_rule, parse_rule
@@ -19,6 +21,8 @@ from gyre.sim.measure import Measured, measure
 from gyre.sim.world import World
 
 DEFAULT_RULES: Final = ("elastic", "lookahead", "async", "colocate")
+_STALENESS: Final = (("mean", ".2f"), ("p95", ".0f"), ("max", ".0f"))
+_GAP: Final = "  "
 
 
 class Staleness(msgspec.Struct, frozen=True):
@@ -151,25 +155,44 @@ def compare(workload: Workload, rules: Sequence[str], progress: Callable[[str], 
     return out
 
 
-def table(rows: Sequence[Row]) -> str:
-    """For people."""
-    head = f"{'target':>6} {'rule':16} {'hours':>8} {'staleness':>9} {'p95':>4} {'max':>4} {'bound':>6} {'idle train':>10} {'idle rollout':>12}"
-    lines = [f"{head}  training"]
-    for r in rows:
-        name = r.rule if r.split is None or ":" in r.rule else f"{r.rule} ({r.split})"
-        bound = "" if r.bound_ratio is None else f"{r.bound_ratio:.3f}"
-        d = r.staleness
-        mean, p95, most = (f"{x:.{n}f}" if x is not None else "" for x, n in ((d.mean, 2), (d.p95, 0), (d.max, 0)))
-        low, high = min(r.train_fraction), max(r.train_fraction)
-        lines.append(
-            f"{r.target_staleness:6g} {name:16} {r.hours:8.2f} {mean:>9} {p95:>4} {most:>4} {bound:>6} {r.idle_fraction.train:10.0%} "
-            f"{r.idle_fraction.rollout:12.0%}  {low:.0%} to {high:.0%} of a cell's time"
-        )
+def table(rows: Sequence[Row], width: int) -> str:
+    """For people: a line for each rule and target, in as many blocks as the width takes; then how many times as fast each is as the others."""
+    targets = [f"{r.target_staleness:g}" for r in rows]
+    names = [r.rule if r.split is None or ":" in r.rule else f"{r.rule} ({r.split})" for r in rows]
+    stale = [(r.staleness.mean, r.staleness.p95, r.staleness.max) for r in rows]
+    first = _columns("target,", ["steps", *targets]) + _columns("", ["rule", *names], left=True)
+    groups = [
+        _columns("", ["hours", *(f"{r.hours:.2f}" for r in rows)]),
+        _columns("staleness, steps", *([title, *(brief(s[i], form) for s in stale)] for i, (title, form) in enumerate(_STALENESS))),
+        *([_columns("over", ["bound", *(brief(r.bound_ratio, ".3f") for r in rows)])] if any(r.bound_ratio is not None for r in rows) else []),
+        _columns("idle", ["train", *(f"{r.idle_fraction.train:.0%}" for r in rows)], ["rollout", *(f"{r.idle_fraction.rollout:.0%}" for r in rows)]),
+        _columns("cells train,", ["of the time", *(f"{min(r.train_fraction):.0%} to {max(r.train_fraction):.0%}" for r in rows)]),
+    ]
+    blocks = [first]
+    for group in groups:
+        if len(blocks[-1]) > len(first) and _width(blocks[-1] + group) > width:
+            blocks.append(first)
+        blocks[-1] = blocks[-1] + group
+    lines = [line for block in blocks for line in ["", *(_GAP.join(parts).rstrip() for parts in zip(*block, strict=True))]][1:]
     lines.append("")
-    for r in rows:
+    for r, target in zip(rows, targets, strict=True):
         if r.speedup:
-            lines.append(f"{r.target_staleness:6g} {r.rule:16} " + ", ".join(f"{v:.2f} times {k}" for k, v in r.speedup.items()))
+            at = f"at target {target}: " if len(set(targets)) > 1 else ""
+            said = f"{at}{r.rule} is " + ", ".join(f"{v:.2f} times as fast as {k}" for k, v in r.speedup.items())
+            lines += textwrap.wrap(said, max(20, width), subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines)
+
+
+def _columns(head: str, *columns: Sequence[str], left: bool = False) -> list[list[str]]:
+    """Columns below a heading that they share, as one column of whole cells."""
+    wide = [max(map(len, column)) for column in columns]
+    wide[0] += max(0, len(head) - sum(wide) - len(_GAP) * (len(wide) - 1))
+    cells = [_GAP.join(cell.ljust(n) if left else cell.rjust(n) for cell, n in zip(row, wide, strict=True)) for row in zip(*columns, strict=True)]
+    return [[head.ljust(len(cells[0])) if left or len(columns) > 1 else head.rjust(len(cells[0])), *cells]]
+
+
+def _width(columns: Sequence[Sequence[str]]) -> int:
+    return sum(len(column[0]) for column in columns) + len(_GAP) * (len(columns) - 1)
 
 
 __all__ = ["DEFAULT_RULES", "Row", "Violation", "compare", "evaluate", "simulate", "table"]

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+from msgspec import structs
 from rich.console import Console
 
 from gyre.events import Event
@@ -92,6 +93,39 @@ def test_it_fits_the_terminal(width: int, height: int, n_cells: int) -> None:
     assert "water level 3" in text and "checkpoint: step 30" in text and any(line.split()[:2] == ["30", "1"] for line in lines), text
     shown, more = len(re.findall(r"^ (?:cell\d|box)", text, re.M)), re.search(r"^ …  +(\d+) more", text, re.M)
     assert shown + (int(more[1]) if more else 0) == n_cells + 1
+
+
+def test_all_states_are_there_on_a_narrow_terminal() -> None:
+    view = busy(1, 3)
+    view.counters = counters(queued=140, running=32, grading=11, waiting=12, ready=8, claimed=40, consumed=1300, discarded=77)
+    text = picture(view, 80, 24)
+    assert sum(int(n) for n in re.findall(r"■ (\d+) [a-z]+", text)) == view.counters.admitted == 1620
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_lines_that_steps_and_events_do_not_need_are_given_to_processes() -> None:
+    view = busy(0, 0)
+    view.processes |= {f"box{i}": ProcessStatus(name=f"box{i}", kind="sandbox", phase="working") for i in range(14)}
+    text = picture(view, 80, 24)
+    assert " more" not in text and "box13" in text and len(text.splitlines()) <= 23
+
+
+def test_an_evaluation_under_way_is_seen() -> None:
+    view = busy(1, 2)
+    held = view.counters
+    assert held is not None
+    view.event(event("eval_issued", {"eval": "e1.4", "version": 4, "n": 100}))
+    assert "evaluating" not in picture(view), "none of its executions is outstanding"
+    view.counters = structs.replace(held, eval_outstanding=63)
+    assert "evaluating version 4: 37 of 100" in picture(view, 80, 24)
+    view.event(event("eval_issued", {"eval": "e1.5", "version": 5, "n": 100}))
+    assert "evaluating versions 4, 5: 137 of 200" in picture(view)
+    view.event(event("term", {"term": 2, "step": 4}))
+    assert "evaluating version 4: 37 of 100" in picture(view), "a restarted core left version 5 behind"
+    view.event(event("eval", {"eval": "e1.4", "version": 4, "reward_mean": 0.5, "graded": 100}))
+    assert "evaluating: 63 to go" in picture(view)
+    view.event(event("finished", {"counts": {}}))
+    assert "evaluating" not in picture(view)
 
 
 def test_agents_text_is_only_text() -> None:

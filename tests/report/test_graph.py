@@ -87,10 +87,11 @@ def test_words_of_an_agent_are_words(run: Path, tmp_path: Path, form: str) -> No
 
 
 def test_the_terminals_lines_fit(run: Path) -> None:
-    for width in (40, 100):
+    for width in (40, 80, 100):
         lines = graph(run, COLUMNS=str(width)).stdout.decode().splitlines()
         assert lines[0] == "g0.0" and max(map(len, lines)) <= width and lines == [line.rstrip() for line in lines]
         assert [line[0] for line in lines if "1 call · main, aborted" in line] in ([], ["╭"]) and any("(1)(2)(3)╮" in line for line in lines)
+        assert "3 trajectories train 119 of 128 sampled tokens" in " ".join(" ".join(lines).split()), "no number is cut"
 
 
 def test_a_dump_and_its_run_give_the_same_picture(run: Path, tmp_path: Path) -> None:

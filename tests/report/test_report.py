@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -16,9 +17,11 @@ import synthetic
 from browser import opened
 from click.testing import CliRunner
 from gyre_commands.report import main
+from rich.console import Console
 from synthetic import Page
 
 from gyre.events import Event, decode, encode
+from gyre.report import summary
 
 KEYS = {
     "seconds", "dispatch", "cells", "bursts", "steps", "marks", "slots", "staleness", "durations", "speedup", "learning", "failure", "messages",
@@ -117,7 +120,7 @@ def test_text_fits_and_has_no_blanks_at_the_end(runs: tuple[Path, Path], width: 
     assert all(line == line.rstrip() and len(line) <= width for line in lines)
     text = "\n".join(lines)
     assert "\x1b" not in text and "roles of the cells of elastic" in text.replace("\n", " ") and "speed-up of elastic" in text
-    assert "learning, first five" in text and "staleness, optimizer" in text and "durations, minutes" in text
+    assert "learning, means" in text and "staleness, optimizer" in text and "durations, minutes" in text
     assert len({line.rstrip() for line in lines if line.startswith("c0 ")}) >= 2
 
 
@@ -128,6 +131,46 @@ def test_a_terminal_has_colours_unless_asked_not_to(runs: tuple[Path, Path], tmp
     assert b"\x1b[3" not in plain and "░".encode() in plain and "█".encode() in plain
     report(runs[0], "-o", tmp_path / "out.txt", FORCE_COLOR="1")
     assert "\x1b" not in (tmp_path / "out.txt").read_text()
+
+
+def test_at_80_columns_nothing_is_dropped_and_legends_hold_together(runs: tuple[Path, Path]) -> None:
+    shown = report(runs[0], COLUMNS="80").stdout.decode().splitlines()
+    at = next(i for i, line in enumerate(shown) if "░ rollout   > turning to training" in line)
+    assert shown[at + 1].startswith("   ") and "|n burst n begins with a publication" in "\n".join(shown[at : at + 3])
+    assert any("every 6th slot" in line for line in shown), "\n".join(shown)
+    for title in ("mean", "compute, s", "of elastic's", "overall time-out"):
+        assert any(title in line for line in shown), title
+    drawn = summary.drawing({**SUMMARY, "table": [dict.fromkeys((key for _, key, _ in summary.COLUMNS), 1)]}, 80)
+    out = io.StringIO()
+    Console(file=out, width=80).print(drawn)
+    assert all(title in out.getvalue() for title, _, _ in summary.COLUMNS)
+
+
+SUMMARY = {
+    "run_id": "r", "steps": 4, "total_steps": 4, "counts": {"admitted": 0}, "endings": {}, "eval": {"before": None, "after": None},
+    "staleness": dict.fromkeys(("predicted", "mean", "p95", "max")), "logprob_diff": {"mean": None, "max": None},
+    "seconds": {"total": None, "trainer": {}, "execution_mean": {"grade": 0.7, "harness": 2.1, "model": 1.4, "other": 1.0, "setup": 0.2}},
+    "reward": {"first": 0.25, "last": 0.25, "first_steps": 4, "last_steps": 4}, "table": [{"reward": r} for r in (0.0, 0.25, 0.25, 0.5)],
+}  # fmt: skip
+
+
+def test_means_are_of_steps_that_there_are_and_phases_in_their_order() -> None:
+    words = summary.facts(SUMMARY)
+    assert words["reward"] == "0.25, mean of 4 steps"
+    assert words["an execution"] == "setup 0.200 s, harness 2.100 s (1.400 s of it in model calls), grade 0.700 s, other 1.000 s"
+    long = {"first": 0.1, "last": 0.9, "first_steps": 5, "last_steps": 10}
+    assert summary.facts({**SUMMARY, "reward": long, "table": [{"reward": 0.5}] * 15})["reward"] == "first 5 steps 0.10, last 10 0.90"
+
+
+def test_a_page_counts_events_from_where_its_footer_says(tmp_path: Path) -> None:
+    said = [(0.0, "term", {"term": 1, "step": 0}), (90.0, "publication", {"step": 0, "cells": ["a"]}), (100.0, "checkpoint", {"step": 1})]
+    events = [Event(seq=i, t_wall=1e9 + at, t_mono=at, proc="b", cause="", kind=k, fields=f) for i, (at, k, f) in enumerate(said)]
+    (tmp_path / "events.jsonl").write_text("".join(f"{encode(e)}\n" for e in events))
+    page = report(tmp_path, "--format", "html").stdout.decode()
+    assert "-01:30  term" in page and "00:10  checkpoint" in page and "counted from a run's first publication.</footer>" in page
+    (tmp_path / "events.jsonl").write_text(f"{encode(events[0])}\n{encode(events[2])}\n")
+    page = report(tmp_path, "--format", "html").stdout.decode()
+    assert "00:00  term" in page and "01:40  checkpoint" in page and "from the first event: nothing was published.</footer>" in page
 
 
 def hostile(folder: Path) -> Path:

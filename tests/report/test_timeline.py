@@ -85,6 +85,14 @@ def test_bursts_steps_and_marks() -> None:
     assert timeline.bursts_to_show(t, 3) == [t.bursts[0]]
 
 
+def test_the_last_publication_begins_no_burst() -> None:
+    t = log(*WHOLE, (150.0, "eval", {}), (150.0, "finished", {}))
+    assert (t.end, t.bursts[1].end) == (150.0, 110.0) and [b["number"] for b in numbers.as_json(t)["bursts"]] == [1]
+    steps = {**BEGIN[0][2], "total_steps": 1}
+    assert log((0.0, "buffer_started", steps), *WHOLE[1:], (150.0, "eval", {})).bursts[1].end == 110.0, "its evaluation is no burst"
+    assert log(*WHOLE, (150.0, "group_ready", {"group": "g2"})).bursts[1].end == 150.0, "a burst is under way"
+
+
 def test_executions_in_slots_and_the_water_level() -> None:
     t = log(*WHOLE)
     assert [(slot, e.rollout, e.start, e.end) for slot, e in timeline.in_slots(t.executions, t.end)] == [

@@ -77,7 +77,9 @@ def test_an_observer_sees_the_run_and_nobody_else_does(tmp_path: Path, monkeypat
         await source.look()
         assert source.view.rewards == [0.25, 0.75]
         window.take(event(4, "step", step=3, stats={"reward_mean": 1.0}, metrics={}))
+        window.take(event(5, "eval_issued", eval="e1.3", version=3, n=100))
         await source.look()
+        assert source.view.issued == {"e1.3": (3, 100)}
         source.close()
         assert source.view.rewards == [0.25, 0.75, 1.0], "each event once"
         assert "gyre mine" in (text := picture(source)) and "c1" in text and "77" in text

@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from commands.sim import main
 from gyre.events import Event, encode
 from gyre.rules.workload import load
+from gyre.sim import compare
 
 WORKLOADS = Path(__file__).parents[2] / "examples" / "workloads"
 NL2 = str(WORKLOADS / "nl2repo-122b.toml")
@@ -39,7 +40,25 @@ def test_json_has_the_fields() -> None:
 
 def test_table() -> None:
     result = sim("--workload", NL2, *SMALL, "--rule", "elastic", "--rule", "async:1+stream")
-    assert result.exit_code == 0 and "elastic" in result.stdout and "times async:1+stream" in result.stdout
+    assert result.exit_code == 0 and "elastic" in result.stdout and "times as fast as async:1+stream" in result.stdout
+
+
+def test_the_table_fits_and_says_which_is_faster() -> None:
+    nothing = compare.Staleness(1.0, 0.5, 1.0, 2.0, None)
+    of = (("elastic", 16.07, "async", None), ("async", 8.035, "elastic", 4))
+    rows = [
+        compare.Row(rule, target, hours, nothing, [0.25, 0.75], compare.Idle(0.0, 0.01), None, {than: 0.5}, split, "")
+        for target in (1.0, 1.5)
+        for rule, hours, than, split in of
+    ]
+    for width in (40, 80, 120):
+        text = compare.table(rows, width)
+        assert max(map(len, text.splitlines())) <= width, text
+        for words in ("target,", "steps", "16.07", "staleness, steps", "cells train,", "of the time", "25% to 75%", "async (4)"):
+            assert words in text, (words, text)
+        assert "at target 1.5: elastic is 0.50 times as fast as async" in " ".join(text.split())
+    assert "at target" not in compare.table(rows[:2], 80) and "elastic is 0.50 times as fast as async" in compare.table(rows[:2], 80)
+    assert len(compare.table(rows[:2], 80).splitlines()) == 7, "one block"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Final
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from gyre.report.figures import packed
 from gyre.report.graph.layout import Layout, Segment
 from gyre.report.graph.svg import ends
 
@@ -22,11 +23,10 @@ def sketch(layout: Layout, width: int) -> Text:
     """The whole graph as lines at most `width` wide."""
     width = max(_NARROWEST, min(width, 160))
     text = Text(no_wrap=True, overflow="crop")
-    for line in (layout.title, layout.facts):
-        text.append(set_cell_size(line, min(width, cell_len(line))) + "\n", style="bold" if line is layout.title else "")
-    for index, words in layout.chosen:
-        text.append(f"({index + 1}) ", style=_COLOURS[index % len(_COLOURS)])
-        text.append(f"{words}\n")
+    said = [Text(layout.title, style="bold"), Text(layout.facts)]
+    said += [Text.assemble((f"({index + 1})", _COLOURS[index % len(_COLOURS)]), f" {words}") for index, words in layout.chosen]
+    for line in said:
+        text.append_text(packed(line.split(" "), width, gap=" ", indent=2)).append("\n")
     for i, (prefix, lead, joined) in _walk(layout):
         _draw(text, layout.segments[i], prefix, lead, joined, width)
     text.rstrip()
