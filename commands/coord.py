@@ -73,7 +73,7 @@ def main(cells: str | None, rule: str | None, ssh: str | None, steps: int | None
         reach = Launcher(setup.run_dir, net.ssh)
         if dry_run:
             for plan in plans:
-                shown = {k: v if k == "CUDA_VISIBLE_DEVICES" else "…" for k, v in plan.env.items()}  # others may be secrets
+                shown = {k: v if k in launch.OURS else "…" for k, v in plan.env.items()}  # others may be secrets
                 click.echo(shlex.join(reach.argv(plan.host, *(f"{k}={v}" for k, v in shown.items()), *plan.argv)))
             return 0
         cli.make_run_dir(setup.run_dir)

@@ -100,7 +100,9 @@ class RunView:
             self.finished = True
             line = "finished: " + ", ".join(f"{n} {state}" for state, n in fields.get("counts", {}).items() if n)
         elif kind in _SHOWN:
-            line = f"{kind}: " + ", ".join(f"{k} {_short(v)}" for k, v in fields.items() if v not in (None, "", [], {}))
+            head = f"{kind} {_short(fields[kind])}" if kind in fields else kind
+            said = ", ".join(f"{k} {_short(v)}" for k, v in fields.items() if v and k != kind)
+            line = f"{head}: {said}" if said else head
         if line is not None and kind != "step":
             self.recent.append(f"{clock(event.t_wall - self._began)}  {line}")
         return line
