@@ -6,7 +6,8 @@
     target := [USER "@"] HOST [":" SSHPORT]                   node[01-16,20]; [v6]; never a leading "-"
     KEY    := name gpus ranks slots bind python env.NAME set.table.key
 
-A range makes a line each; commas make one cell of several nodes, the first having rank 0. Every mistake, also in what a line sets, is a `UsageError` with `FILE:LINE`.
+A range makes a line each; commas make one cell of several nodes, the first having rank 0. Every mistake, also in what a line sets, is a
+`UsageError` with `FILE:LINE`.
 """
 
 from __future__ import annotations
