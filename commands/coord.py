@@ -176,11 +176,21 @@ def see_through(setup: cli.Setup, plans: list[Any], bind: str, rule: str, reread
     from gyre.coord import shell
     from gyre.coord.explain import explain
 
-    end = asyncio.run(shell.Coordinator(setup, plans, bind, rule, reread, adopt).run())
-    if end.code not in (0, 130, 143):
+    coordinator = shell.Coordinator(setup, plans, bind, rule, reread, adopt)
+    end = asyncio.run(coordinator.run())
+    if end.code in (130, 143):
+        click.echo(stopped_at(coordinator.window.view.counters), err=True)
+    elif end.code != 0:
         explain(end, setup.run_dir / "logs", sys.stderr)
     click.echo(setup.run_dir)
     return end.code
+
+
+def stopped_at(counters: Any) -> str:
+    """The last line of a run that was stopped by a signal. `counters`: what the buffer last said, if it ever did."""
+    if counters is None:
+        return "stopped before the run had begun; start it again"
+    return f"stopped at step {counters.step} of {counters.total_steps}; the same command with --resume goes on"
 
 
 if __name__ == "__main__":
