@@ -52,7 +52,7 @@ def main(cells: str | None, rule: str | None, ssh: str | None, steps: int | None
         named = rule or launch.default_rule(lines)
         here, net = launch.this_host(lines), setup.config.net
         if here and not (net.keys or net.insecure):
-            raise UsageError("net.keys", "is not set, and hosts talk over a network", "make keys with gyre-keys and name their directory")
+            must_be_set(lines, setup)
         bind = launch.at(here, setup.run_id, "coord") if here else endpoint(setup.run_dir, "coord")
 
         def plans_of(lines: list[hosts.Line]) -> list[launch.Plan]:

@@ -73,6 +73,8 @@ def unset(lines: Sequence[Line], config: Config) -> str:
     for line in lines:
         for key in _unset(line.kind, overlaid(config, line.sets, line.where)):
             missing.setdefault(key, {})[line.kind] = None
+    if not (config.net.keys or config.net.insecure) and not all(host.local for line in lines for host in line.hosts):
+        missing["net.keys"] = {"hosts that talk over a network; gyre-keys makes them": None}
     return "; ".join(f"{key} ({', '.join(kinds)})" for key, kinds in missing.items())
 
 

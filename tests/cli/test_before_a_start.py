@@ -69,8 +69,11 @@ def test_all_that_is_not_set_is_named_at_once(tmp_path: Path) -> None:
         (CELLS, ["tasks.train=t", "model.path=m", "rollout.engine=scripted"], "rollout.script (cell)"),
         (CELLS, ["tasks.train=t", "rollout.engine=paced", "sandbox.backend=paced"], "model.path (cell); run.workload (cell, sandbox)"),
         (CELLS, [f"{x}=paced" for x in ("rollout.engine", "train.engine", "sandbox.backend")], "tasks.train (buffer); run.workload (cell, sandbox)"),
-        ("buffer h\nsandbox h\ntrain-cell h\nrollout-cell h\n", ["rollout.engine=scripted"],
+        ("buffer localhost\nsandbox localhost\ntrain-cell localhost\nrollout-cell localhost\n", ["rollout.engine=scripted"],
          "tasks.train (buffer); model.path (sandbox, train-cell); rollout.script (rollout-cell)"),
+        ("buffer localhost\nsandbox localhost\ncell far\n", ["tasks.train=t"],
+         "model.path (sandbox, cell); net.keys (hosts that talk over a network; gyre-keys makes them)"),
+        ("buffer localhost\nsandbox localhost\ncell far\n", ["tasks.train=t", "model.path=m", "net.insecure=true"], ""),
     ],
 )  # fmt: skip
 def test_what_each_kind_needs(cells: str, sets: list[str], missing: str) -> None:
