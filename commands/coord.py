@@ -84,8 +84,8 @@ def main(cells: str | None, rule: str | None, ssh: str | None, steps: int | None
                 shown = {k: v if k in launch.OURS else "…" for k, v in plan.env.items()}  # others may be secrets
                 click.echo(shlex.join(reach.argv(plan.host, *(f"{k}={v}" for k, v in shown.items()), *plan.argv)))
             return 0
-        cli.make_run_dir(setup.run_dir)
         must_be_set(lines, setup)
+        cli.make_run_dir(setup.run_dir)
         from gyre.coord.claim import claimed
 
         with claimed(setup.run_dir, bind):

@@ -55,7 +55,7 @@ def test_all_that_is_not_set_is_named_at_once(tmp_path: Path) -> None:
     for argv in ([], ["--check"]):
         done = gyre(tmp_path, "coord", *argv)
         assert (done.returncode, done.stderr) == (2, f"error: {UNSET}; set what is named there, or with --set\n")
-    assert not (tmp_path / "run" / "run.toml").exists(), "nothing was started"
+    assert not (tmp_path / "run").exists(), "nothing was started"
     for argv in ([], ["--check"]):
         done = gyre(tmp_path, "doctor", *argv)
         assert done.returncode == 1 and UNSET in done.stdout.splitlines(), done.stdout + done.stderr
