@@ -34,7 +34,8 @@ def main(cells: str | None, rule: str | None, ssh: str | None, steps: int | None
     """
 
     def run() -> int:
-        setup = cli.setup(options, {"train.steps": steps, "net.ssh": ssh}, "coord")
+        check = options["check"] and cells is not None and not reload  # then the hosts file too
+        setup = cli.setup({**options, "check": options["check"] and not check}, {"train.steps": steps, "net.ssh": ssh}, "coord")
         import asyncio
 
         from gyre.coord import hosts, launch
@@ -51,7 +52,7 @@ def main(cells: str | None, rule: str | None, ssh: str | None, steps: int | None
         named = rule or launch.default_rule(lines)
         here, net = launch.this_host(lines), setup.config.net
         if here and not (net.keys or net.insecure):
-            raise UsageError("net.keys", "is not set, and hosts talk over a network", "make keys with gyre-keys and name their directory")
+            must_be_set(lines, setup)
         bind = launch.at(here, setup.run_id, "coord") if here else endpoint(setup.run_dir, "coord")
 
         def plans_of(lines: list[hosts.Line]) -> list[launch.Plan]:
@@ -65,17 +66,25 @@ def main(cells: str | None, rule: str | None, ssh: str | None, steps: int | None
         async def reread() -> list[launch.Plan]:
             lines = hosts.read(path)
             plans = plans_of(lines)
+            must_be_set(lines, setup)
             if here:
                 await examine(lines, Launcher(setup.run_dir, net.ssh), setup, True)
             return plans
 
         plans = plans_of(lines)
         reach = Launcher(setup.run_dir, net.ssh)
+        if check:
+            must_be_set(lines, setup)
+            click.echo("configuration and hosts file ok", err=True)
+            return 0
+        if resume:
+            must_hold_a_run(setup.run_dir, lines)
         if dry_run:
             for plan in plans:
-                shown = {k: v if k == "CUDA_VISIBLE_DEVICES" else "…" for k, v in plan.env.items()}  # others may be secrets
+                shown = {k: v if k in launch.OURS else "…" for k, v in plan.env.items()}  # others may be secrets
                 click.echo(shlex.join(reach.argv(plan.host, *(f"{k}={v}" for k, v in shown.items()), *plan.argv)))
             return 0
+        must_be_set(lines, setup)
         cli.make_run_dir(setup.run_dir)
         from gyre.coord.claim import claimed
 
@@ -93,15 +102,33 @@ def main(cells: str | None, rule: str | None, ssh: str | None, steps: int | None
     cli.guarded(run)
 
 
+def must_be_set(lines: list[Any], setup: cli.Setup) -> None:
+    """Name all keys that processes of these lines would miss, before any is started. Raises `UsageError`."""
+    from gyre.coord import doctor
+    from gyre.errors import UsageError
+
+    if missing := doctor.unset(lines, setup.config):
+        raise UsageError("run.toml", f"not set: {missing}", "set what is named there, or with --set")
+
+
+def must_hold_a_run(run_dir: Path, lines: list[Any]) -> None:
+    """What is there to go on with, as far as this host can know: with a buffer elsewhere, what an earlier coordinator left. Raises `UsageError`."""
+    from gyre.errors import UsageError
+
+    here = all(host.local for line in lines if line.kind == "buffer" for host in line.hosts)
+    if not (run_dir / ("ledger.db" if here else "logs")).exists():
+        raise UsageError("--run", f"{run_dir} holds no run", "leave --resume out, or give the directory of one")
+
+
 async def examine(lines: list[Any], reach: Any, setup: cli.Setup, resume: bool) -> None:
     """Look at every host before anything is started. To go on with a run, some may be out of reach. Raises `UsageError`."""
     from gyre.coord import doctor
     from gyre.errors import UsageError
 
     found = await doctor.examine(lines, reach, setup.config)
-    told = [(h, f"{h.host.host}: {problem}") for h in found for problem in h.problems]
-    bad = [text for h, text in told if h.reached or not resume]
-    for _, text in told if resume else told[1:]:
+    told = doctor.problems(found)
+    bad = [text for text, reached in told if reached or not resume]
+    for text, _ in told if resume else told[1:]:
         click.echo(text, err=True)
     if bad:
         raise UsageError("--cells", bad[0], "gyre-doctor --cells shows all hosts")
@@ -149,11 +176,21 @@ def see_through(setup: cli.Setup, plans: list[Any], bind: str, rule: str, reread
     from gyre.coord import shell
     from gyre.coord.explain import explain
 
-    end = asyncio.run(shell.Coordinator(setup, plans, bind, rule, reread, adopt).run())
-    if end.code not in (0, 130, 143):
+    coordinator = shell.Coordinator(setup, plans, bind, rule, reread, adopt)
+    end = asyncio.run(coordinator.run())
+    if end.code in (130, 143):
+        click.echo(stopped_at(coordinator.window.view.counters), err=True)
+    elif end.code != 0:
         explain(end, setup.run_dir / "logs", sys.stderr)
     click.echo(setup.run_dir)
     return end.code
+
+
+def stopped_at(counters: Any) -> str:
+    """The last line of a run that was stopped by a signal. `counters`: what the buffer last said, if it ever did."""
+    if counters is None:
+        return "stopped before the run had begun; start it again"
+    return f"stopped at step {counters.step} of {counters.total_steps}; the same command with --resume goes on"
 
 
 if __name__ == "__main__":

@@ -251,24 +251,24 @@ def all_keys() -> Iterator[Key]:
             yield Key(table.name, field.name, hints[field.name], field.default, meta.description or "", bool((meta.extra or {}).get("path")))
 
 
-def _key(where: str, dotted: str) -> Key:
+def _key(where: str, dotted: str, prefix: str = "") -> Key:
     known = {k.dotted: k for k in all_keys()}
     if dotted in known:
         return known[dotted]
     close = difflib.get_close_matches(dotted, known, n=1)
-    raise UsageError(where, "unknown key", f"did you mean {close[0]}?" if close else "docs/config.md lists the keys", dotted)
+    raise UsageError(where, "unknown key", f"did you mean {prefix}{close[0]}?" if close else "docs/config.md lists the keys", prefix + dotted)
 
 
-def _checked(where: str, key: Key, value: Any, base: Path) -> Any:
+def _checked(where: str, key: Key, value: Any, base: Path, prefix: str = "") -> Any:
     try:
         value = msgspec.convert(value, key.annotation)
     except msgspec.ValidationError as e:
-        raise UsageError(where, str(e).lower().removesuffix("."), f"give {key.type_text}", key.dotted) from None
+        raise UsageError(where, str(e).lower().removesuffix("."), f"give {key.type_text}", prefix + key.dotted) from None
     if key.is_path and value:
         try:
             value = str((base / Path(value).expanduser()).resolve())
         except (OSError, RuntimeError, ValueError) as e:
-            raise UsageError(where, f"{value!r} is no path ({e})", "give a path", key.dotted) from None
+            raise UsageError(where, f"{value!r} is no path ({e})", "give a path", prefix + key.dotted) from None
     return value
 
 
@@ -319,6 +319,16 @@ def load(file: Path | None, sets: Sequence[str] = (), flags: Mapping[str, Any] |
         table, name = dotted.split(".")
         tables.setdefault(table, {})[name] = value
     return Resolved(msgspec.convert(tables, Config), origins)
+
+
+def overlaid(config: Config, sets: Sequence[str], where: str) -> Config:
+    """A configuration with what a line of hosts.txt sets for its processes on top. Raises `UsageError` naming set.TABLE.KEY."""
+    for item in sets:
+        dotted, value = inputs.assignment(item, "train.lr=1e-5")
+        key = _key(where, dotted, "set.")
+        table = msgspec.structs.replace(getattr(config, key.table), **{key.name: _checked(where, key, value, Path.cwd(), "set.")})
+        config = msgspec.structs.replace(config, **{key.table: table})
+    return config
 
 
 def _workload(file: str | None) -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import msgspec
 from rich.table import Table
 
-from gyre.config import Config
+from gyre.config import Config, overlaid
 from gyre.coord.hosts import Host, Kind, Line
 from gyre.coord.launcher import Launcher
 from gyre.coord.machine import UNREACHED
@@ -50,6 +50,12 @@ class Health(msgspec.Struct, kw_only=True):
     offset_s: float = 0.0
     problems: list[str] = []
 
+    @property
+    def name(self) -> str:
+        """With all that tells it from others of the file."""
+        name = f"{self.host.user}@{self.host.host}" if self.host.user else self.host.host
+        return f"{name}:{self.host.ssh_port}" if self.host.ssh_port else name
+
 
 async def examine(lines: Sequence[Line], launcher: Launcher, config: Config) -> list[Health]:
     """Ask every host of these lines."""
@@ -59,6 +65,34 @@ async def examine(lines: Sequence[Line], launcher: Launcher, config: Config) -> 
             key = (host.host, host.user, host.ssh_port, line.python or sys.executable)
             wants.setdefault(key, (host, set()))[1].add(line.kind)
     return await asyncio.gather(*(_ask(host, kinds, key[3], launcher, config) for key, (host, kinds) in wants.items()))
+
+
+def unset(lines: Sequence[Line], config: Config) -> str:
+    """Keys without which processes of these lines would end at once, all together and who needs them; "" if none is missing. Raises `UsageError`."""
+    missing: dict[str, dict[str, None]] = {}
+    for line in lines:
+        for key in _unset(line.kind, overlaid(config, line.sets, line.where)):
+            missing.setdefault(key, {})[line.kind] = None
+    if not (config.net.keys or config.net.insecure) and not all(host.local for line in lines for host in line.hosts):
+        missing["net.keys"] = {"hosts that talk over a network; gyre-keys makes them": None}
+    return "; ".join(f"{key} ({', '.join(kinds)})" for key, kinds in missing.items())
+
+
+def _unset(kind: Kind, c: Config) -> list[str]:
+    plays: list[str] = []  # how the parts of such a process come by what they do
+    if kind in (Kind.CELL, Kind.ROLLOUT_CELL):
+        plays.append(c.rollout.engine)
+    if kind in (Kind.CELL, Kind.TRAIN_CELL):
+        plays.append(c.train.engine)
+    if kind is Kind.SANDBOX:
+        plays.append(c.sandbox.backend)
+    needed = [
+        ("model.path", c.model.path, bool(set(plays) - {"paced", "scripted"})),
+        ("tasks.train", c.tasks.train, kind is Kind.BUFFER),
+        ("rollout.script", c.rollout.script, "scripted" in plays),
+        ("run.workload", c.run.workload, "paced" in plays),
+    ]
+    return [key for key, value, wanted in needed if wanted and not value]
 
 
 async def _ask(host: Host, kinds: set[Kind], python: str, launcher: Launcher, config: Config) -> Health:
@@ -109,10 +143,11 @@ def _judge(h: Health, tools: Sequence[str], config: Config) -> list[str]:
 
 
 def table(found: Sequence[Health]) -> Table:
-    """One row a host."""
-    out = Table("host", "for", "answer", "Python", "gyre", "torch", "tools", "clock", "problems", box=None, pad_edge=False)
+    """One row a host; how many problems it has, which are told below. Names are never cut: rows must not look alike."""
+    out = Table(box=None, pad_edge=False)
+    for title in ("host", "for", "answer", "Python", "gyre", "torch", "tools", "clock", "problems"):
+        out.add_column(title, overflow="fold")
     for h in found:
-        name = f"{h.host.user}@{h.host.host}" if h.host.user else h.host.host
         seen = (
             f"{h.answer_s:.2f} s",
             h.python,
@@ -122,8 +157,13 @@ def table(found: Sequence[Health]) -> Table:
             f"{h.offset_s:+.2f} s",
         )
         cells = seen if h.python else ("-",) * 6
-        out.add_row(name, " ".join(sorted(h.wants)), *cells, "\n".join(h.problems) or "none")
+        out.add_row(h.name, " ".join(sorted(h.wants)), *cells, str(len(h.problems) or "none"))
     return out
+
+
+def problems(found: Sequence[Health]) -> list[tuple[str, bool]]:
+    """`HOST: PROBLEM` for each, once however many interpreters of the host have it; and whether the host was reached."""
+    return list({f"{h.name}: {problem}": h.reached for h in found for problem in h.problems}.items())
 
 
 def local_lines() -> list[Line]:

@@ -6,7 +6,8 @@
     target := [USER "@"] HOST [":" SSHPORT]                   node[01-16,20]; [v6]; never a leading "-"
     KEY    := name gpus ranks slots bind python env.NAME set.table.key
 
-A range makes a line each; commas make one cell of several nodes, the first having rank 0. Every mistake is a `UsageError` with `FILE:LINE`.
+A range makes a line each; commas make one cell of several nodes, the first having rank 0. Every mistake, also in what a line sets, is a
+`UsageError` with `FILE:LINE`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from gyre import inputs
+from gyre import config, inputs
 from gyre.errors import UsageError
 
 
@@ -109,6 +110,9 @@ def _line(words: list[str], where: str) -> Iterator[Line]:
     rows = [[host for target in targets for host in target]] if len(targets) > 1 else [[host] for host in targets[0]]
     if len(rows) > 1 and "name" in options:
         raise UsageError(where, "one name for several processes", "leave it out, or write a line each", "name")
+    if len(rows) > 1 and "bind" in options:
+        raise UsageError(where, f"one address for {len(rows)} hosts", "write a line for each, or leave it out", "bind")
+    config.overlaid(config.Config(), _sets(options), where)
     for hosts in rows:
         yield _build(kind, hosts, options, where)
 
@@ -144,8 +148,12 @@ def _build(kind: Kind, hosts: list[Host], options: dict[str, str], where: str) -
         bind=options.get("bind"),
         python=options.get("python"),
         env={k.removeprefix("env."): v for k, v in options.items() if k.startswith("env.")},
-        sets=[f"{k.removeprefix('set.')}={v}" for k, v in options.items() if k.startswith("set.")],
+        sets=_sets(options),
     )
+
+
+def _sets(options: dict[str, str]) -> list[str]:
+    return [f"{k.removeprefix('set.')}={v}" for k, v in options.items() if k.startswith("set.")]
 
 
 def _gpus(text: str, where: str) -> list[int]:
@@ -184,6 +192,8 @@ def _unfold(target: str, where: str) -> Iterator[Host]:
         first, _, last = part.partition("-")
         if len(first) > 9 or len(last) > 9 or int(last or first) - int(first) >= MAX_RANGE:
             raise UsageError(where, f"{target[:60]!r} is too wide a range", f"name at most {MAX_RANGE} hosts at once")
+        if int(last or first) < int(first):
+            raise UsageError(where, f"the range {part} is empty", f"write the lower number first: {last}-{first}", target)
         for n in range(int(first), int(last or first) + 1):
             yield Host(f"{head}{n:0{len(first)}d}{tail}", user, port)
 

@@ -24,6 +24,7 @@ from gyre.errors import UsageError
 from gyre.net.endpoints import endpoint
 from gyre.rules.named import RuleName, parse_rule
 
+OURS: Final = ("CUDA_VISIBLE_DEVICES", "GYRE_RANK")  # in the environment of a process, and no secrets
 _PORTS: Final = range(20_000, 30_000)  # below those that systems give away by themselves
 
 

@@ -250,7 +250,7 @@ class Coordinator:
         if self.machine.ending is not None:
             self._aside(self._kill_all(128 + number))
             return
-        click.echo("stopping in order; once more to stop at once", err=True)
+        self.window.say("stopping in order; once more to stop at once")
         self._feed(m.StopAsked(128 + number))
 
     async def _kill_all(self, code: int | None = None) -> None:
@@ -258,6 +258,7 @@ class Coordinator:
         lives = [self.plans[name] for name, child in self.children.items() if not child.task.done()]
         await asyncio.gather(*(self.launcher.signal(plan, signal.SIGKILL) for plan in lives))
         if code is not None:
+            self.window.draw(last=True)  # gives the terminal back as it was
             os._exit(code)
 
     async def _take_up(self) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import click
 from rich.console import Console
@@ -43,6 +44,13 @@ class Window:
         if line and self._live is None:
             click.echo(line, err=True)
 
+    def say(self, line: str) -> None:
+        """Beside the view: above it on a terminal, since what is written past it would be drawn over."""
+        if self._live is not None and self._live.is_started:
+            self._live.console.print(line, markup=False, highlight=False)
+        else:
+            click.echo(line, err=True)
+
     def status(self, asked: AskStatus, phases: dict[str, str]) -> RunStatus:
         """The answer to an observer."""
         view, lines = self.view, [encode(e) for e in self._kept if e.seq > asked.after]
@@ -70,9 +78,17 @@ class Window:
         if self._live is None:
             return
         if not self._live.is_started:
-            self._live.start()
+            self._live.start()  # sys.stderr leads through it from here on
+            _log_to(sys.stderr)
         if last or time.monotonic() >= self._drawn + _DRAW_S:
             self._drawn = time.monotonic()
             self._live.update(self.view, refresh=True)
         if last:
             self._live.stop()
+            _log_to(sys.stderr)
+
+
+def _log_to(stream: TextIO) -> None:
+    for handler in logging.getLogger().handlers:
+        if type(handler) is logging.StreamHandler:
+            handler.setStream(stream)

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _QUEUE: Final = 20_000  # messages a socket holds in each direction
 _HELLO_EVERY_S: Final = 0.5
+_QUIET_S: Final = 5.0  # a peer that does not answer yet may be starting, which is no news
 _BATCH: Final = 256  # messages taken before other tasks get their turn
 _SMALL_BYTES: Final = 1 << 14  # a longer frame is not copied out of ZeroMQ
 _HANDSHAKE_MS: Final = 10_000  # a connection that says nothing is closed after so long
@@ -308,7 +309,8 @@ class Client:
         future: asyncio.Future[tuple[Message, Arrays]] = asyncio.get_running_loop().create_future()
         frames = encode(message, arrays)
         self._pending[message.id] = (future, frames)
-        deadline, said = time.monotonic() + deadline_s, False
+        began, said = time.monotonic(), False
+        deadline = began + deadline_s
         try:
             while True:
                 if self._refused is not None:
@@ -322,7 +324,7 @@ class Client:
                     return future.result()
                 if self._task.done():  # what `on_push` raised: nothing will be received any more
                     self._task.result()
-                if self.server is None and not said:
+                if self.server is None and not said and time.monotonic() >= began + _QUIET_S:
                     said = True
                     log.info("nobody answers yet: waiting for %s", self._who(what))
                 if time.monotonic() >= deadline:

@@ -106,7 +106,9 @@ class RunView:
         elif kind in _SHOWN:
             if kind == "term":  # what the core went back behind is evaluated anew
                 self.issued = {name: (version, n) for name, (version, n) in self.issued.items() if version <= fields.get("step", version)}
-            line = f"{kind}: " + ", ".join(f"{k} {_short(v)}" for k, v in fields.items() if v not in (None, "", [], {}))
+            head = f"{kind} {_short(fields[kind])}" if kind in fields else kind
+            said = ", ".join(f"{k} {_short(v)}" for k, v in fields.items() if v and k != kind)
+            line = f"{head}: {said}" if said else head
         if line is not None and kind != "step":
             self.recent.append(f"{clock(event.t_wall - self._began - self.zero)}  {line}")
         return line

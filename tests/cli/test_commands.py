@@ -69,7 +69,7 @@ def test_unwritable_run_directory(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts.txt"
     hosts.write_text("buffer localhost\ntrain-cell localhost\nrollout-cell localhost\nsandbox localhost\n")
     for argv in (["gyre_commands.buffer"], ["gyre_commands.coord", "--cells", str(hosts)]):
-        done = run(*argv, "--run", str(tmp_path / "file" / "run"))
+        done = run(*argv, "--run", str(tmp_path / "file" / "run"), "--set", "tasks.train=t", "--set", "model.path=m")
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
         assert done.stderr.startswith("error: --run: ") and "not writable" in done.stderr
 

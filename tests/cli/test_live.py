@@ -135,3 +135,10 @@ def test_agents_text_is_only_text() -> None:
     assert line == "reissued: rollout g0.1, detail  said [bold]hi[/bold]"
     text = picture(view)
     assert "\x1b" not in text and "gone [red]x[/] no" in text and "[bold]hi[/bold]" in text
+
+
+def test_a_line_says_what_there_is_and_each_word_once() -> None:
+    term = {"term": 1, "cell": "cell0", "step": 0, "steps_replayed": 0, "groups_ready_again": 0}
+    assert RunView("mine").event(event("term", term)) == "term 1: cell cell0"
+    assert RunView("mine").event(event("term", {**term, "term": 2, "step": 3})) == "term 2: cell cell0, step 3"
+    assert RunView("mine").event(event("voided", {"n": 0})) == "voided"

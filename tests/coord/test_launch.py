@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from gyre_commands.coord import main
 
 from gyre.coord import hosts, launch
 from gyre.coord.claim import PID, address, claimed, holder
@@ -100,6 +102,14 @@ def test_a_cell_of_several_hosts() -> None:
     assert [p.env for p in ranks] == [{"CUDA_VISIBLE_DEVICES": "0,1,2,3", "GYRE_RANK": f"{n}/12/4@{meet}"} for n in (0, 4, 8)]
     assert all(option(p, "--ranks") == "12" for p in ranks) and "--coord" not in ranks[1].argv
     assert ranks[2].argv[3:] == ["--run", "/r", "--config", "/r/node/core.2/run.toml", "--ranks", "12", "--set", "train.lr=1"]
+
+
+def test_a_dry_run_hides_what_may_be_secret_and_nothing_else(tmp_path: Path) -> None:
+    text = "buffer localhost\nsandbox localhost env.TOKEN=unsaid\ntrain-cell localhost,localhost ranks=2\nrollout-cell localhost\n"
+    (tmp_path / "hosts.txt").write_text(text)
+    done = CliRunner().invoke(main, ["--dry-run", "--run", str(tmp_path / "run"), "--cells", str(tmp_path / "hosts.txt")])
+    assert done.exit_code == 0 and "GYRE_RANK=0/2/1@tcp://" in done.stdout and "GYRE_RANK=1/2/1@tcp://" in done.stdout, done.output
+    assert "TOKEN=…" in done.stdout.replace("'", "") and "unsaid" not in done.stdout
 
 
 @pytest.mark.parametrize(

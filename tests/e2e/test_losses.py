@@ -142,6 +142,7 @@ def test_ctrl_c_stops_in_order(run: Run) -> None:
     assert out.decode() == f"{run.dir}\n" and b"Traceback" not in err
     assert run.left_behind() == []
     steps = committed(run)
+    assert f"stopped at step {steps} of 1000; the same command with --resume goes on\n" in err.decode(), err
     resumed = run.coord("--steps", str(steps + 2), "--resume")
     assert resumed.returncode == 0, resumed.stderr
     check_nothing_twice(run, steps + 2)

@@ -129,6 +129,11 @@ def test_nothing_is_started_when_a_host_is_not_well(far: Far) -> None:
     assert refused.returncode == 2 and not far.run.dir.joinpath("node").exists(), refused.stderr
     assert "node2: /no/python does not run" in refused.stderr and "node3: not reached" in refused.stderr
     hosts.write_text(HOSTS)
+    nothing = subprocess.run(far.argv("--resume"), capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert nothing.returncode == 2 and "holds no run" in nothing.stderr, nothing.stderr
+    far.cluster.cable("node3", plugged=True)
+    far.wait(far.start("--steps", "1"))
+    far.cluster.cable("node3", plugged=False)
     coord = far.start("--steps", "2", "--resume")
     far.wait(coord)
     assert "node3: not reached" in far.log.read_text()

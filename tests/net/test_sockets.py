@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from gyre.errors import DeadlineExceeded, Refused, UsageError
+from gyre.net import sockets
 from gyre.net.endpoints import endpoint
 from gyre.net.sockets import Client, Peer, Server, mint
 from gyre.types import Sampling, Version
@@ -95,6 +96,21 @@ def test_a_wait_ends_and_names_what_it_waited_for(tmp_path: Path) -> None:
             await c.request(*ask(1), deadline_s=0.2, what="the echo of 1")  # type: ignore[arg-type]
         with pytest.raises(DeadlineExceeded, match="an engine at ipc://"):
             await c.ready(0.1, "an engine")
+        c.close()
+
+    go(body)
+
+
+def test_a_peer_that_is_starting_is_no_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(sockets, "_QUIET_S", 0.8)
+    caplog.set_level("INFO", "gyre.net.sockets")
+
+    async def body() -> None:
+        c = client(f"ipc://{tmp_path}/nobody")
+        for deadline_s, said in ((0.2, 0), (1.7, 1)):
+            with pytest.raises(DeadlineExceeded):
+                await c.request(*ask(1), deadline_s=deadline_s, what="the echo of 1")  # type: ignore[arg-type]
+            assert caplog.text.count("nobody answers yet: waiting for the echo of 1") == said
         c.close()
 
     go(body)
