@@ -37,9 +37,12 @@ from gyre.errors import UsageError, WorkFailed
 from gyre.train.group import host_and_port, open_store, own_host
 from gyre.train.model import device_of
 
+log = logging.getLogger(__name__)
+
 PLACE: Final = "GYRE_RANK"  # in the environment: see `Place`
 EXIT_BEREFT: Final = 76  # a follower that lost another rank: a consequence, never the cause
 _NOTICE_S: Final = 5.0
+_AGAIN_S: Final = 0.2
 _SIOCGIFADDR: Final = 0x8915
 
 
@@ -236,11 +239,35 @@ def join(config: Config, followers: Followers) -> Ranks:
     if rank % here:
         threading.Thread(target=_end_with_starter, name="starter", daemon=True).start()
     _prepare(config, place)
-    host, port = host_and_port(meet)
-    store = dist.TCPStore(host, port, ranks, False, timedelta(seconds=config.run.start_timeout_s))  # type: ignore[attr-defined]
+    late = threading.Timer(config.run.start_timeout_s, _end_late, (config, meet))  # torch may wait for a leader that is gone
+    late.daemon = True
+    late.start()
+    store = find_leader(*host_and_port(meet), rank, ranks, config.run.start_timeout_s)
     followers += place.others() if rank % here == 0 else []
     store.set(f"here/{rank}", "")
-    return Ranks(config, rank, rank % here, ranks, store)
+    found = Ranks(config, rank, rank % here, ranks, store)
+    late.cancel()
+    return found
+
+
+def find_leader(host: str, port: int, rank: int, ranks: int, timeout_s: float) -> Any:
+    """The store of a leader that no process of this rank has joined yet. One that was joined before has lost that rank: it is about to end, and the
+    next one to listen there. Raises `WorkFailed`, or RuntimeError when none is there in time."""
+    end = time.monotonic() + timeout_s
+    while True:
+        store = dist.TCPStore(host, port, ranks, False, timedelta(seconds=max(1.0, end - time.monotonic())))  # type: ignore[attr-defined]
+        with contextlib.suppress(RuntimeError):  # it has just gone
+            if store.add(f"came/{rank}", 1) == 1:
+                return store
+        if time.monotonic() > end:
+            raise WorkFailed(f"the leader at {host}:{port} has lost rank {rank} and did not end within {timeout_s:.0f} s")
+        del store
+        time.sleep(_AGAIN_S)
+
+
+def _end_late(config: Config, meet: str) -> None:
+    log.error("gave up after %s s waiting for the other ranks of this cell at %s", config.run.start_timeout_s, meet)
+    leave(EXIT_BEREFT)
 
 
 def _as_torchrun_says(config: Config) -> Ranks:

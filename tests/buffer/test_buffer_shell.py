@@ -327,6 +327,19 @@ def dumped(*argv: object) -> tuple[int, bytes, str]:
     return done.returncode, done.stdout, done.stderr.decode()
 
 
+async def settled(run_dir: Path) -> None:
+    """Wait until the leases of who has gone are over."""
+
+    def leased() -> list[str]:
+        with RunReader(run_dir) as reader:
+            return [r["rollout_id"] for r in reader.rollouts(Selection()) if r["leased_at"] is not None and r["ended_at"] is None]
+
+    until = asyncio.get_running_loop().time() + DEADLINE_S
+    while held := await asyncio.to_thread(leased):
+        assert asyncio.get_running_loop().time() < until, held
+        await asyncio.sleep(0.2)
+
+
 def test_a_dump_from_the_buffer_is_that_of_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is asked for, while the run goes on; and a run that ends is followed to its end."""
     run_dir, address = tmp_path / "run", endpoint(tmp_path / "run", "buffer")
@@ -342,6 +355,7 @@ def test_a_dump_from_the_buffer_is_that_of_its_directory(tmp_path: Path, monkeyp
             await asyncio.wait_for(core(t, last=3), DEADLINE_S)
             working.cancel()
             await asyncio.wait([working])
+            await settled(run_dir)
             for choice in choices:
                 here, there = [await asyncio.to_thread(dumped, source, *choice) for source in (run_dir, address)]
                 assert here[:2] == there[:2] and there[0] == 0 and there[1], (choice, there)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from safetensors.torch import load_file
 from gyre.config import Config, Model, Train, TrajectoryTable
 from gyre.errors import WorkFailed
 from gyre.train import checkpoint
-from gyre.train.group import open_store
+from gyre.train.group import host_and_port, open_store
 from gyre.train.model import Policy
 from gyre.train.optimizer import Learner
+from gyre.train.processes import find_leader
 from gyre.train.protocols import Group
 from gyre.train.shards import divide
 
@@ -339,3 +341,20 @@ def test_trajectories_are_divided_evenly(micro_step: MakeMicroStep) -> None:
             begin = starts[t.trajectory_id]
             assert torch.equal(s.token_ids_S[at : at + t.n_tokens], data.token_ids_S[begin : begin + t.n_tokens])
             at += t.n_tokens
+
+
+def test_a_rank_that_comes_back_waits_for_the_next_leader() -> None:
+    """The one that lost it still listens, for a while: to join it would be to wait for ever."""
+    old, meet = open_store("127.0.0.1")
+    host, port = host_and_port(meet)
+    first = find_leader(host, port, 2, 4, 10.0)
+    with ThreadPoolExecutor() as pool:
+        coming = pool.submit(find_leader, host, port, 2, 4, 60.0)
+        time.sleep(1.0)
+        assert not coming.done()
+        del first, old  # it ends
+        new, _ = open_store(host, port)
+        new.set("mine", "1")
+        assert coming.result(DEADLINE_S).check(["mine"])
+    with pytest.raises(WorkFailed, match="has lost rank 2 and did not end within 1 s"):
+        find_leader(host, port, 2, 4, 1.0)
