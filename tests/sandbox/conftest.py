@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import engines
 import pytest
 
 from gyre.config import Sandbox
@@ -198,6 +199,10 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     report = yield
+    name = next((v for v in getattr(getattr(item, "callspec", None), "params", {}).values() if v in ENGINES), None)
+    if report.when == "call" and report.failed and name is not None and not engines.answers(os.environ[f"GYRE_{name.upper()}"]):
+        print(f"\n{report.longreprtext}")
+        pytest.exit(f"{name} does not answer any more", returncode=engines.STUCK)
     mark = item.get_closest_marker("hostile")
     if mark is not None and report.when == "call" and isinstance(item, pytest.Function) and not report.skipped:
         backend = next(v for k, v in item.callspec.params.items() if k in ("box", "strong", "new_box"))

@@ -1,8 +1,10 @@
 """Run a command with container engines of its own: python tests/sandbox/engines.py [docker|podman] COMMAND…
 
 Starts a Docker daemon and Podman's service, whichever is installed (and asked for), in a temporary directory, without bridges and firewall rules;
-gives both a small image; tells the command of them by GYRE_DOCKER, GYRE_PODMAN (addresses), DOCKER_HOST (the first) and GYRE_IMAGE; stops them.
-Fails if it leaves a mount, a control group or a process. The image is kept in ~/.cache/gyre.
+gives both a small image; tells the command of them by GYRE_DOCKER, GYRE_PODMAN (addresses), GYRE_DOCKER_PID, GYRE_PODMAN_PID, DOCKER_HOST (the first)
+and GYRE_IMAGE; stops them. Fails if it leaves a mount, a control group or a process. The image is kept in ~/.cache/gyre.
+
+A command that ends with STUCK says that an engine answers no more: its goroutines are shown, and the command is run once more, with new engines.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ import small_image
 
 IMAGE = "gyre-tests:latest"  # Podman imports under no other tag
 START_S = 60.0
+STUCK = 75
+PROBE_S = 30
 PATIENCE_S = 15.0  # Podman cleans up after a container in a process of its own
 CHANGES = ["ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]
 
@@ -83,13 +87,37 @@ class Engine:
         client.close()
 
     def stop(self) -> None:
-        client = docker.DockerClient(base_url=self.address)
-        for container in client.api.containers(all=True):
-            print(f"engines: left behind: {container['Names']}", file=sys.stderr)
-            client.api.remove_container(container["Id"], force=True, v=True)
-        client.close()
-        self.process.terminate()
+        if answers(self.address):
+            client = docker.DockerClient(base_url=self.address)
+            for container in client.api.containers(all=True):
+                print(f"engines: left behind: {container['Names']}", file=sys.stderr)
+                client.api.remove_container(container["Id"], force=True, v=True)
+            client.close()
+            self.process.terminate()
+        else:
+            print(f"engines: {self.address} does not answer any more:\n{self.explain()}", file=sys.stderr)
+            self.process.kill()
         self.process.wait(30)
+
+    def explain(self) -> str:
+        """The end of its log, and its goroutines that have waited for minutes, if it is Docker."""
+        self.process.send_signal(signal.SIGUSR1)
+        time.sleep(3)
+        stacks = "\n\n".join(file.read_text() for file in self.log.parent.glob("**/goroutine-stacks*"))
+        waiting = [stack for stack in stacks.split("\n\n") if " minutes" in stack.partition("\n")[0]]
+        return "\n\n".join([self.log.read_text()[-3000:], *waiting])[:60_000]
+
+
+def answers(address: str) -> bool:
+    """Whether an engine makes a container and removes it."""
+    try:
+        client = docker.DockerClient(base_url=address, timeout=PROBE_S)
+        made = client.api.create_container(IMAGE, ["true"])["Id"]
+        client.api.remove_container(made, force=True)
+        client.close()
+    except (docker.errors.DockerException, OSError):
+        return False
+    return True
 
 
 def engines(base: Path, names: list[str]) -> dict[str, Engine]:
@@ -139,12 +167,20 @@ def clean(base: Path, before: tuple[set[str], set[Path]]) -> list[str]:
 
 
 def main() -> int:
-    before = (mounts(), groups())
     names, command = ["docker", "podman"], sys.argv[1:]
     if command and command[0] in names:
         names, command = command[:1], command[1:]
-    base = Path(tempfile.mkdtemp(prefix="gyre-engines-"))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    code = with_engines(names, command)
+    if code == STUCK:
+        print("engines: once more, with new ones", file=sys.stderr)
+        code = with_engines(names, command)
+    return code
+
+
+def with_engines(names: list[str], command: list[str]) -> int:
+    before = (mounts(), groups())
+    base = Path(tempfile.mkdtemp(prefix="gyre-engines-"))
     code, running = 1, {}
     try:
         running = engines(base, names)
@@ -152,6 +188,7 @@ def main() -> int:
             engine.ready()
         first = {"DOCKER_HOST": next(iter(running.values())).address} if running else {}
         env = os.environ | {"GYRE_IMAGE": IMAGE} | first | {f"GYRE_{name.upper()}": engine.address for name, engine in running.items()}
+        env |= {f"GYRE_{name.upper()}_PID": str(engine.process.pid) for name, engine in running.items()}
         print(f"engines: {', '.join(running) or 'none is installed'}", file=sys.stderr)
         code = subprocess.run(command, env=env, check=False).returncode
     finally:

@@ -3,12 +3,15 @@
 import asyncio
 import gc
 import os
+import signal
 import time
 
+import docker
 import pytest
 
 from gyre.config import Sandbox
-from gyre.errors import UsageError
+from gyre.errors import DeadlineExceeded, UsageError
+from gyre.sandbox.backends import docker as docker_backend
 from gyre.sandbox.backends import reaper
 from gyre.sandbox.backends.base import Image, InfraSetupFailed, SandboxLost, TaskSetupFailed
 from gyre.sandbox.backends.choose import choose
@@ -169,3 +172,38 @@ def test_a_task_is_graded_in_a_container_of_its_own(engine, make_task):
         assert all(c.sound for c in checks) and len(checks) == 3
 
     engine(story)
+
+
+@pytest.mark.parametrize("new_box", ["docker", "podman"], indirect=True)
+def test_a_daemon_that_answers_no_more_holds_nobody_and_is_cleaned_when_it_does_again(new_box, request, monkeypatch):
+    monkeypatch.setattr(reaper, "CALL_S", 2)
+    monkeypatch.setattr(docker_backend, "CLOSE_S", 3.0)
+    engine = request.node.callspec.params["new_box"].upper()
+
+    async def story(b):
+        w = await b.backend.workspace(None, 16)
+        assert (await b.run(w, "echo before")).output == b"before\n"
+        run = asyncio.create_task(b.run(w, "sleep 1000", timeout_s=4))
+        while not agents(b, await asyncio.to_thread(b.backend._api.containers, filters={"label": [f"{reaper.OWNER}={b.backend._home.name}"]})):
+            assert not run.done(), run.result()
+        os.kill(int(os.environ[f"GYRE_{engine}_PID"]), signal.SIGSTOP)
+        try:
+            with pytest.raises(SandboxLost):
+                await run
+            with pytest.raises((SandboxLost, DeadlineExceeded)):
+                await b.backend.workspace(None, 16, timeout_s=5)
+            with pytest.raises(SandboxLost):
+                await b.backend.drop(w)
+            owner = b.backend._home.name
+            await b.backend.close()
+        finally:
+            os.kill(int(os.environ[f"GYRE_{engine}_PID"]), signal.SIGCONT)
+        return owner
+
+    mine = {"label": [f"{reaper.OWNER}={new_box(story)}"]}
+    client = docker.DockerClient(base_url=os.environ[f"GYRE_{engine}"])
+    until = time.monotonic() + 60
+    while left := [*client.api.containers(all=True, filters=mine), *(client.api.volumes(mine)["Volumes"] or [])]:
+        assert time.monotonic() < until, left
+        time.sleep(0.2)
+    client.close()

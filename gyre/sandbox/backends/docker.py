@@ -29,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any, Final, TypeVar
 
 from docker.errors import DockerException, NotFound
@@ -44,6 +45,7 @@ from gyre.sandbox.backends.tree import TreeError, check_tree, open_copy, others_
 
 THREADS: Final = 16
 GRACE_S: Final = 15.0
+CLOSE_S: Final = 60.0
 CHUNK: Final = 1 << 18
 MAX_WORD: Final = 1 << 17  # Linux takes no longer argument
 _T = TypeVar("_T")
@@ -189,15 +191,25 @@ class Docker:
         if self._client is None:
             return
         if self._watch is not None:
-            while await asyncio.to_thread(reaper.reap, self._api, self._home.name.__eq__):
-                pass
-            await asyncio.to_thread(self._watch.communicate, b"\n", GRACE_S)
+            if await self._all_removed():
+                await asyncio.to_thread(self._watch.communicate, b"\n", GRACE_S)
+            else:  # it goes on removing without us
+                Thread(target=self._watch.communicate, daemon=True).start()
             self._watch = None
         if self._threads is not None:
             await asyncio.to_thread(self._threads.shutdown)
             shutil.rmtree(self._home, ignore_errors=True)
         self._client.close()
         self._client = None
+
+    async def _all_removed(self) -> bool:
+        """Whether nothing of ours is left, after a while; a daemon may be gone, or stuck."""
+        with suppress(DockerException, OSError):
+            async with asyncio.timeout(CLOSE_S):
+                while await asyncio.to_thread(reaper.reap, self._api, self._home.name.__eq__):
+                    pass
+                return True
+        return False
 
     # --- containers -------------------------------------------------------------------------------------------------------------------
 
@@ -334,9 +346,18 @@ class Docker:
 
     def _exec(self, name: str, script: str) -> None:
         made = self._api.exec_create(name, ["sh", "-c", script], user="0:0")["Id"]
-        said = self._api.exec_start(made)
+        attached = self._api.exec_start(made, socket=True)  # the SDK itself reads without a deadline
+        opened: socket.socket = attached._sock
+        said, frames = Capped(4096), Frames()
+        try:
+            while data := opened.recv(CHUNK):
+                for piece in frames.undo(data):
+                    said.add(piece)
+        finally:
+            attached.close()
+            opened.close()
         if self._api.exec_inspect(made)["ExitCode"] != 0:
-            raise SandboxLost(f"a workspace cannot be prepared again: {said.decode(errors='replace').strip()}")
+            raise SandboxLost(f"a workspace cannot be prepared again: {said.value().decode(errors='replace').strip()}")
 
     async def _clear(self, name: str) -> None:
         """Remove a sandbox's container and copies; what resists is left to the reaper."""
@@ -361,6 +382,7 @@ class Docker:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             await asyncio.wait({future})
+            future.cancelled() or future.exception()  # nobody asks for it any more
             raise
 
 
@@ -371,7 +393,5 @@ def _faults(kind: type[Exception]) -> Iterator[None]:
         yield
     except DockerException as e:
         raise kind(getattr(e, "explanation", None) or str(e)) from None
-    except TimeoutError:
-        raise
     except OSError as e:
         raise SandboxLost(f"the daemon does not answer ({e})") from None

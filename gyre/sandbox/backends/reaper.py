@@ -16,11 +16,11 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any, Final
 
 from docker.client import DockerClient
 from docker.errors import DockerException
+from requests.exceptions import Timeout
 
 from gyre.sandbox.backends.lifeline import is_orphaned
 
@@ -33,8 +33,10 @@ _WAIT: Final = 'read _ || exec "$0" -P -m gyre.sandbox.backends.reaper "$1"'
 
 
 def connect(connections: int = AT_ONCE) -> Any:
-    """A client of the daemon that DOCKER_HOST names, or the usual one. `DockerException`."""
-    return DockerClient.from_env(timeout=CALL_S, max_pool_size=connections)  # type: ignore[no-untyped-call]
+    """A client of the daemon that DOCKER_HOST names, or the usual one; it waits for no answer longer than `CALL_S`. `DockerException`."""
+    client: Any = DockerClient.from_env(timeout=CALL_S, max_pool_size=connections)  # type: ignore[no-untyped-call]
+    client.api._disable_socket_timeout = lambda _: None  # which the SDK calls before it reads an archive
+    return client
 
 
 def labels(owner: str, run: str) -> dict[str, str]:
@@ -47,23 +49,31 @@ def _place() -> str:
 
 
 def reap(api: Any, of: Callable[[str], bool] = is_orphaned) -> int:
-    """Remove containers, then volumes, of the owners that `of` picks; how many there were. `DockerException`."""
+    """Remove containers, then volumes, of the owners that `of` picks; how many there were. A daemon that does not answer once is asked no more.
+
+    Raises `DockerException`, or `OSError` if it does not answer at all."""
     filters = {"label": [OWNER]}
 
     def ours(labels: dict[str, str] | None) -> bool:
         return labels is not None and labels.get(PLACE) == _place() and of(labels[OWNER])
 
-    def remove(container: str) -> None:
-        with suppress(DockerException, OSError):  # it is gone, or somebody is at it
-            api.remove_container(container, force=True, v=True)
+    stuck: list[str] = []
+
+    def remove(call: Callable[..., None], name: str, **given: Any) -> None:
+        try:
+            if not stuck:
+                call(name, **given)
+        except Timeout:
+            stuck.append(name)
+        except (DockerException, OSError):  # it is gone, or somebody is at it
+            pass
 
     containers = [c["Id"] for c in api.containers(all=True, filters=filters) if ours(c["Labels"])]
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        list(threads.map(remove, containers))
+        list(threads.map(lambda container: remove(api.remove_container, container, force=True, v=True), containers))
     volumes = [v["Name"] for v in api.volumes(filters)["Volumes"] or [] if ours(v["Labels"])]
     for volume in volumes:
-        with suppress(DockerException, OSError):
-            api.remove_volume(volume)
+        remove(api.remove_volume, volume)
     return len(containers) + len(volumes)
 
 
