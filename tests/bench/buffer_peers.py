@@ -1,5 +1,6 @@
 """What buffer_rate.py compares with, in the peers' own environment: a Ray queue, and TransferQueue's key-value interface with its default storage.
-Given as JSON the bytes that pass, and of each size a rollout's bytes and how many are a batch, it prints MB/s in and out. Neither peer is durable.
+Given one of their names and, as JSON, the bytes that pass, and of each size a rollout's bytes and how many are a batch, it prints MB/s in and out.
+Neither is durable.
 """
 
 from __future__ import annotations
@@ -61,14 +62,14 @@ def keys_and_values(size: int, at_once: int, total: int) -> list[float]:
 
 
 def main() -> None:
-    total, sizes = json.loads(sys.argv[1])
-    ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=4 * total)
+    name, (total, sizes) = sys.argv[1], json.loads(sys.argv[2])
+    ray.init(num_cpus=16, include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=4 * total)
     logging.disable(logging.WARNING)
-    found = {"Ray queue": [ray_queue(*s, total) for s in sizes]}
-    transfer_queue.init()
-    found["TransferQueue"] = [keys_and_values(*s, total) for s in sizes]
-    transfer_queue.close()
-    print(json.dumps(found))
+    if name == "TransferQueue":
+        transfer_queue.init()
+    print(json.dumps([(ray_queue if name == "Ray queue" else keys_and_values)(*s, total) for s in sizes]))
+    if name == "TransferQueue":
+        transfer_queue.close()
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ CELLS: Final = "abcdefghijklmnop"
 NODE: Final = 500  # tokens of a prompt's new part or of a reply
 CACHE: Final = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gyre-bench"
 DEADLINE_S: Final = 120.0
-PEERS_S: Final = 600.0
+PEER_S: Final = 180.0
 
 
 class Rate(NamedTuple):
@@ -198,24 +198,24 @@ def peers_python() -> Path | str:
     return python
 
 
-def peers() -> dict[str, list[Rate]] | str:
-    """Of each peer, by size; or why there are none."""
+def peer(name: str) -> list[Rate] | str:
+    """Of a peer, by size; or why there is none."""
     if isinstance(python := peers_python(), str):
         return python
-    argv = [python, Path(__file__).with_name("buffer_peers.py"), json.dumps([TOTAL, list(SIZES.values())])]
+    argv = [python, Path(__file__).with_name("buffer_peers.py"), name, json.dumps([TOTAL, list(SIZES.values())])]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=PEERS_S)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=PEER_S)
     except subprocess.TimeoutExpired:
-        return f"peers: skipped, Ray and TransferQueue were not done in {PEERS_S:.0f} s"
+        return f"{name}: skipped, it was not done in {PEER_S:.0f} s"
     if done.returncode:
-        return f"peers: skipped ({done.stderr.strip().splitlines()[-1]})"
-    return {name: [Rate(*r) for r in rates] for name, rates in json.loads(done.stdout.splitlines()[-1]).items()}
+        return f"{name}: skipped ({done.stderr.strip().splitlines()[-1]})"
+    return [Rate(*r) for r in json.loads(done.stdout.splitlines()[-1])]
 
 
 def compare() -> None:
     """A line for each size and way: MB/s, and ratios to each yardstick; medians of rounds in which all take turns."""
     rounds: list[dict[str, list[Rate]]] = []
-    missing = ""
+    peers = ["Ray queue", "TransferQueue"]
     for _ in range(ROUNDS):
         found: dict[str, list[Rate]] = {"gyre": [], "disk": []}
         for size, at_once in SIZES.values():
@@ -226,12 +226,12 @@ def compare() -> None:
             finally:
                 shutil.rmtree(folder)
         rounds.append(found)
-        if not missing:
-            more = peers()
-            if isinstance(more, str):
-                print(missing := more)
+        for name in list(peers):
+            if isinstance(rates := peer(name), str):
+                print(rates)
+                peers.remove(name)
             else:
-                found |= more
+                found[name] = rates
     for n, name in enumerate(SIZES):
         for i, way in enumerate(Rate._fields):
             median = {k: statistics.median(r[k][n][i] for r in rounds if k in r) for k in rounds[0]}
