@@ -32,6 +32,7 @@ from gyre.train.optimizer import OPTIMIZER, SHARDS
 log = logging.getLogger(__name__)
 
 STATE: Final = "gyre.json"
+SCHEMA: Final = "gyre.checkpoint/2"
 _NAME: Final = re.compile(r"step-(\d+)")
 _TOKENIZER: Final = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_template*", "generation_config.json",
@@ -48,11 +49,18 @@ class FileSum(msgspec.Struct, frozen=True):
 class State(msgspec.Struct, frozen=True, kw_only=True):
     """`gyre.json`: what a checkpoint holds beside tensors. The learning rate follows from `step` and the configuration; it is kept for readers."""
 
-    schema: str = "gyre.checkpoint/1"
+    schema: str = SCHEMA
     term: int
     step: int
     lr: float
     files: dict[str, FileSum] = {}
+
+
+class _Head(msgspec.Struct):
+    """What every gyre's `gyre.json` says."""
+
+    schema: str = ""
+    term: int = 0
 
 
 class Saved(Protocol):
@@ -127,7 +135,10 @@ def last_good(directory: Path, before: int | None = None) -> Checkpoint | None:
 def verify(path: Path) -> Checkpoint:
     """Read a checkpoint's state and compare its checksums. Raises ValueError saying what is wrong."""
     try:
-        state = msgspec.json.decode((path / STATE).read_bytes(), type=State)
+        text = (path / STATE).read_bytes()
+        if (schema := msgspec.json.decode(text, type=_Head).schema) != SCHEMA:
+            raise ValueError(f"{STATE} is written as {schema or 'something unknown'}, this gyre reads {SCHEMA}: go on with the gyre that wrote it")
+        state = msgspec.json.decode(text, type=State)
         for name, expected in state.files.items():
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise ValueError(f"{STATE} names {name!r}")
@@ -143,7 +154,7 @@ def verify(path: Path) -> Checkpoint:
 def _term(path: Path) -> int:
     """The term a checkpoint was written under, 0 if it does not say."""
     try:
-        return msgspec.json.decode((path / STATE).read_bytes(), type=State).term
+        return msgspec.json.decode((path / STATE).read_bytes(), type=_Head).term
     except (OSError, msgspec.DecodeError):
         return 0
 

@@ -79,7 +79,7 @@ def test_the_tokenizer_outlives_the_checkpoint_that_was_resumed_from(tiny_model:
         assert not first.exists() and (path / "chat_template.jinja").is_file() and (path / "tokenizer.json").is_file()
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "missing", "no state", "torn state", "../step-2/model.safetensors", "absolute"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "missing", "no state", "torn state", "older", "../step-2/model.safetensors", "absolute"])
 def test_torn_checkpoint_is_skipped(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
     one = load(tiny_model)
     checkpoint.save(tmp_path, one, term=1, step=2, lr=0.1, keep=5)
@@ -98,6 +98,8 @@ def test_torn_checkpoint_is_skipped(tiny_model: Path, tmp_path: Path, caplog: py
             state.unlink()
         case "torn state":
             state.write_text(state.read_text()[:40])
+        case "older":
+            state.write_text(state.read_text().replace("gyre.checkpoint/2", "gyre.checkpoint/1").replace("xxh3", "blake2b"))
         case _:  # the very same bytes, but not its own file
             elsewhere = tmp_path / "step-2" / "model.safetensors"
             name = str(elsewhere) if damage == "absolute" else damage
@@ -107,6 +109,7 @@ def test_torn_checkpoint_is_skipped(tiny_model: Path, tmp_path: Path, caplog: py
         found = checkpoint.last_good(tmp_path)
     assert found is not None and found.state.step == 2
     assert "step-10 skipped" in caplog.text
+    assert damage != "older" or "written as gyre.checkpoint/1, this gyre reads gyre.checkpoint/2" in caplog.text
     # the next one that is saved supersedes it, and the good one is not thrown away for it
     checkpoint.save(tmp_path, one, term=2, step=3, lr=0.1, keep=1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-3"]
