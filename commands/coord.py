@@ -19,6 +19,7 @@ RELOAD_S = 30.0
 @click.option(
     "--rule",
     metavar="RULE",
+    shell_complete=cli.rules,
     help="Who decides the cells' roles: elastic | lookahead | async[:N][+stream] | colocate.  [default: elastic, if cells can turn]",
 )
 @click.option("--ssh", metavar="COMMAND", help="How other hosts are reached: ssh with its options (net.ssh).")

@@ -14,8 +14,8 @@ from gyre import cli
 @cli.common(run=False)
 @click.option("--workload", type=click.Path(path_type=Path), metavar="FILE", help="Workload file; examples/workloads has some.")
 @click.option("--replay", type=click.Path(path_type=Path), metavar="RUN_DIR", help="Take durations and costs from a run's events instead.")
-@click.option("--rule", "rules", multiple=True, metavar="RULE", help="elastic, lookahead, async[:N][+stream] (no N: the best split) or colocate; "
-              "repeatable.  [default: elastic, lookahead, async, colocate]")  # fmt: skip
+@click.option("--rule", "rules", multiple=True, metavar="RULE", shell_complete=cli.rules, help="elastic, lookahead, async[:N][+stream] (no N: "
+              "the best split) or colocate; repeatable.  [default: elastic, lookahead, async, colocate]")  # fmt: skip
 @click.option("--cells", type=click.IntRange(2, 4096), help="So many cells; like --set system.cells=K.")
 @click.option("--set", "sets", multiple=True, metavar="TABLE.KEY=VALUE", help="Override one key of the workload; repeatable.")
 @click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True, help="For people or for scripts.")

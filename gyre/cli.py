@@ -33,10 +33,30 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def _in_one_line(self: click.UsageError, file: Any = None) -> None:
+    """What click says in three lines."""
+    command = self.ctx.command_path if self.ctx is not None else "gyre"
+    text = self.format_message().removesuffix(".")
+    click.echo(f"error: {command}: {text[:1].lower()}{text[1:]}; {command} --help lists what it takes", err=True)
+
+
+click.UsageError.show = _in_one_line  # type: ignore[method-assign]
+
+
+def keys_to_set(_context: click.Context, _parameter: click.Parameter, begun: str) -> list[str]:
+    """For shells that complete --set: the keys of run.toml."""
+    return [f"{key.dotted}=" for key in configuration.all_keys() if key.dotted.startswith(begun)]
+
+
 def metrics_port(f: F) -> F:
     """The option of commands that run for long."""
     words = "Serve Prometheus metrics at this port of the loopback (extra gyre[metrics])."
     return click.option("--metrics-port", type=click.IntRange(1, 65535), metavar="PORT", help=words)(f)
+
+
+def rules(_context: click.Context, _parameter: click.Parameter, begun: str) -> list[str]:
+    """For shells that complete --rule."""
+    return [name for name in ("elastic", "lookahead", "async", "async+stream", "colocate") if name.startswith(begun)]
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +89,8 @@ def common(*, run: bool = True, addresses: tuple[str, ...] = (), named: str | No
                          help="Run directory; its name is the run's id, local addresses derive from it."),
             click.option("--config", "config_file", type=click.Path(path_type=Path),
                          help="run.toml; without it, the one in the run directory if there is one."),
-            click.option("--set", "sets", multiple=True, metavar="TABLE.KEY=VALUE", help="Override one key; repeatable."),
+            click.option("--set", "sets", multiple=True, metavar="TABLE.KEY=VALUE", help="Override one key; repeatable.",
+                         shell_complete=keys_to_set),
             click.option("--check", is_flag=True, help="Check the configuration and exit."),
             click.option("--print-config", is_flag=True, help="Print the configuration with the origin of each value and exit."),
         ]  # fmt: skip

@@ -310,7 +310,7 @@ def load(file: Path | None, sets: Sequence[str] = (), flags: Mapping[str, Any] |
         put("--set", dotted, value, Path.cwd(), "--set")
     for dotted, value in (flags or {}).items():
         if value is not None:
-            put("flag", dotted, value, Path.cwd(), "flag")
+            put("command line", dotted, value, Path.cwd(), "flag")
     for dotted, value in _workload(values.get("run.workload")):
         if dotted not in values:
             put(values["run.workload"], dotted, value, Path.cwd(), values["run.workload"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -54,6 +55,31 @@ def test_help_is_light(script: str) -> None:
 def test_bad_configuration_is_one_line_and_2(kind: str, options: list[str], line: str, tmp_path: Path) -> None:
     done = run(f"gyre_commands.{kind}", "--run", str(tmp_path / "r"), *options, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line + "\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["train", "--bogus"], "error: gyre-train: no such option '--bogus'; gyre-train --help lists what it takes"),
+        (["train", "--ranks", "0"], "error: command line: train.ranks: expected `int` >= 1; give integer"),
+        (["task", "check"], "error: gyre-task check: missing argument 'TASKS...'; gyre-task check --help lists what it takes"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_2(argv: list[str], line: str) -> None:
+    script = Path(sys.executable).with_name(f"gyre-{argv[0]}")
+    done = subprocess.run([script, *argv[1:]], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line + "\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [("gyre-train --set train.keep_c", ["train.keep_checkpoints="]), ("gyre-coord --rule as", ["async", "async+stream"])],
+)
+def test_shells_complete_keys_and_rules(words: str, found: list[str]) -> None:
+    command = words.split()[0]
+    asked = {f"_{command.upper().replace('-', '_')}_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": "2"}
+    done = subprocess.run([Path(sys.executable).with_name(command)], env=os.environ | asked, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == [f"plain,{word}" for word in found]
 
 
 def test_print_config_says_origins_and_check_is_quiet(tmp_path: Path) -> None:
