@@ -291,13 +291,19 @@ class Client:
             return f"{what} at {self.address}, which refuses this process's key (is net.keys that of this run?)"
         return f"{what} at {self.address}"
 
+    def _given_up(self, what: str, waited_s: float) -> DeadlineExceeded:
+        who = self._who(what)
+        if self.server is None and not who.endswith(")"):
+            who += ", where nobody answers (does it run, and there?)"
+        return DeadlineExceeded(who, waited_s)
+
     async def ready(self, deadline_s: float, what: str) -> Welcome:
         """Wait until the server welcomed us. Raises `DeadlineExceeded` naming `what`, or `Refused`."""
         try:
             async with asyncio.timeout(deadline_s):
                 await self._welcomed.wait()
         except TimeoutError:
-            raise DeadlineExceeded(self._who(what), deadline_s) from None
+            raise self._given_up(what, deadline_s) from None
         if self._refused is not None:
             raise Refused(self._refused.reason)
         assert self.server is not None
@@ -328,7 +334,7 @@ class Client:
                     said = True
                     log.info("nobody answers yet: waiting for %s", self._who(what))
                 if time.monotonic() >= deadline:
-                    raise DeadlineExceeded(self._who(what), deadline_s)
+                    raise self._given_up(what, deadline_s)
         finally:
             del self._pending[message.id]
             future.cancel()

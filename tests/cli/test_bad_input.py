@@ -173,4 +173,5 @@ def test_alone_it_gives_up_and_says_for_whom_it_waited(gyre: Command, tmp_path: 
     sets |= {"model.path": model(tmp_path / "model")} if kind == "sandbox" else {"rollout.script": "script.jsonl"}
     peer = {"sandbox": "buffer", "rollout": "train"}[kind]
     line = error(gyre(kind, *(word for k, v in sets.items() for word in ("--set", f"{k}={v}"))), 1)
-    assert line == f"error: gave up after 0.5 s waiting for gyre-{peer} at {endpoint(tmp_path / 'run', peer)}"
+    place = f"gyre-{peer} at {endpoint(tmp_path / 'run', peer)}"
+    assert line == f"error: gave up after 0.5 s waiting for {place}, where nobody answers (does it run, and there?)"
