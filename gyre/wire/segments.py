@@ -28,6 +28,10 @@ _HEADER: Final = struct.Struct("<4sQQ")
 _SEGMENT_BYTES: Final = 64 * 1024 * 1024
 _OPEN_FILES: Final = 16
 _IOV_MAX: Final = 512
+_AT_ONCE: Final = 512 << 10  # bytes of a write: of a longer one the kernel makes large folios, which a virtual machine may have to ask its host for
+
+
+Body = list[bytes | memoryview]
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -55,41 +59,36 @@ class SegmentWriter:
         self._segment_bytes = segment_bytes
         self._segment = max(_segments(directory), default=-1)
         self._offset = 0
-        self._pieces: list[list[bytes | memoryview]] = [[]]  # since the last cut: what goes to each segment, the current one's last
+        self._records: list[list[Body]] = [[]]  # since the last cut: what goes to each segment, the current one's last
         self._fds: list[int] = [-1]  # of these segments
 
     def append(self, frames: Sequence[bytes | memoryview]) -> Place:
         """Add a record of these frames (bytes; a memoryview must be cast to bytes), which must stay as they are until it is on disk."""
         if self._fds[-1] < 0 or self._offset >= self._segment_bytes:
             self._rotate()
-        lengths = struct.pack(f"<I{len(frames)}Q", len(frames), *(len(f) for f in frames))
-        body = [lengths, *(f for f in frames if len(f))]
-        size, checksum = 0, xxhash.xxh3_64()
-        for piece in body:
-            checksum.update(piece)
-            size += len(piece)
-        self._pieces[-1] += [_HEADER.pack(_MAGIC, checksum.intdigest(), size), *body]
-        place = Place(self._segment, self._offset, _HEADER.size + size)
+        lengths = struct.pack(f"<I{len(frames)}Q", len(frames), *map(len, frames))
+        self._records[-1].append([lengths, *(f for f in frames if len(f))])
+        place = Place(self._segment, self._offset, _HEADER.size + len(lengths) + sum(map(len, frames)))
         self._offset += place.length
         return place
 
     def _rotate(self) -> None:
         self._segment += 1
         self._fds.append(os.open(_path(self._directory, self._segment), os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644))
-        self._pieces.append([])
+        self._records.append([])
         self._offset = 0
 
     def cut(self) -> Callable[[], None]:
         """What is called, once and in the order of the cuts, from any thread, to have all on disk that was appended since the last cut. It raises
         `OSError`: then nothing of it counts, and nothing may be appended any more."""
-        pieces, fds = self._pieces, self._fds
-        self._pieces, self._fds = [[]], fds[-1:]
-        return lambda: self._write(pieces, fds)
+        records, fds = self._records, self._fds
+        self._records, self._fds = [[]], fds[-1:]
+        return lambda: self._write(records, fds)
 
-    def _write(self, pieces: list[list[bytes | memoryview]], fds: list[int]) -> None:
-        for fd, of_segment in zip(fds, pieces, strict=True):
+    def _write(self, records: list[list[Body]], fds: list[int]) -> None:
+        for fd, of_segment in zip(fds, records, strict=True):
             if of_segment:
-                _write_all(fd, of_segment)
+                _write_all(fd, [piece for body in of_segment for piece in (_header(body), *body)])
                 os.fdatasync(fd)
         for fd in fds[:-1]:
             if fd >= 0:
@@ -118,15 +117,25 @@ class SegmentWriter:
         for fd in self._fds:  # what was not cut is nobody's: its rows will never be committed
             if fd >= 0:
                 os.close(fd)
-        self._fds, self._pieces = [-1], [[]]
+        self._fds, self._records = [-1], [[]]
 
 
-def _write_all(fd: int, pieces: list[bytes | memoryview]) -> None:
-    views = [memoryview(b) for b in pieces]
+def _header(body: Body) -> bytes:
+    checksum = xxhash.xxh3_64()
+    for piece in body:
+        checksum.update(piece)
+    return _HEADER.pack(_MAGIC, checksum.intdigest(), sum(map(len, body)))
+
+
+def _write_all(fd: int, pieces: Body) -> None:
+    views = [memoryview(piece)[i : i + _AT_ONCE] for piece in pieces for i in range(0, len(piece), _AT_ONCE)]
     at = 0
     while at < len(views):
-        n = os.writev(fd, views[at : at + _IOV_MAX])
-        while at < len(views) and n >= len(views[at]):
+        end, size = at, 0
+        while end < len(views) and end - at < _IOV_MAX and (size := size + len(views[end])) <= _AT_ONCE:
+            end += 1
+        n = os.writev(fd, views[at:end])
+        while at < end and n >= len(views[at]):
             n -= len(views[at])
             at += 1
         if n:
