@@ -11,6 +11,8 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import struct
 from collections.abc import Callable, Sequence
@@ -28,9 +30,10 @@ _HEADER: Final = struct.Struct("<4sQQ")
 _SEGMENT_BYTES: Final = 64 * 1024 * 1024
 _OPEN_FILES: Final = 16
 _IOV_MAX: Final = 512
-_AT_ONCE: Final = 512 << 10  # bytes of a write: of a longer one the kernel makes large folios, which a virtual machine may have to ask its host for
-
-
+_PIECE: Final = 128 << 10
+_AT_ONCE: Final = 1 << 20  # bytes of a write: of a longer one the kernel makes huge folios, which a virtual machine may have to ask its host for
+_libc: Final = ctypes.CDLL(None)
+_SYNC_FILE_RANGE_WRITE: Final = 2  # <fcntl.h>
 Body = list[bytes | memoryview]
 
 
@@ -120,6 +123,12 @@ class SegmentWriter:
         self._fds, self._records = [-1], [[]]
 
 
+def _begin_to_sync(fd: int) -> None:
+    """Where the C library can; it is no promise, and its failure is fdatasync's to tell."""
+    with contextlib.suppress(AttributeError):
+        _libc.sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)  # of all of it
+
+
 def _header(body: Body) -> bytes:
     checksum = xxhash.xxh3_64()
     for piece in body:
@@ -128,7 +137,7 @@ def _header(body: Body) -> bytes:
 
 
 def _write_all(fd: int, pieces: Body) -> None:
-    views = [memoryview(piece)[i : i + _AT_ONCE] for piece in pieces for i in range(0, len(piece), _AT_ONCE)]
+    views = [memoryview(piece)[i : i + _PIECE] for piece in pieces for i in range(0, len(piece), _PIECE)]
     at = 0
     while at < len(views):
         end, size = at, 0
@@ -140,6 +149,8 @@ def _write_all(fd: int, pieces: Body) -> None:
             at += 1
         if n:
             views[at] = views[at][n:]
+        if at < len(views):  # the disk has something to do meanwhile
+            _begin_to_sync(fd)
 
 
 class SegmentReader:
