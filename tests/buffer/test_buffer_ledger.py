@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 import shutil
 import sqlite3
 from pathlib import Path
@@ -136,6 +138,28 @@ def test_segments_rotate_and_a_new_writer_leaves_old_tails_alone(tmp_path):
     reader = SegmentReader(tmp_path)
     assert [[bytes(f) for f in reader.read(p)] for p in places] == [[b"a" * n, b"", b"xy"] for n in range(40)]
     reader.close()
+
+
+def test_what_the_kernel_takes_in_parts_is_whole(tmp_path, monkeypatch):
+    """Long and many frames, and writes that end where they like: nothing is lost or moved, and no write is long."""
+    rng, asked, whole = random.Random(5), [], os.writev
+
+    def some(fd, views):
+        asked.append(sum(map(len, views)))
+        data = b"".join(views)
+        return whole(fd, [data[: rng.choice([1, 100, 1 << 17, len(data), len(data)])]])
+
+    monkeypatch.setattr(os, "writev", some)
+    writer = SegmentWriter(tmp_path)
+    edge = 1 << 17
+    records = [[rng.randbytes(n) for n in sizes] for sizes in ([edge - 1, edge, edge + 1], [3_000_007], [7] * 2000, [0, 1, 0], [2 << 20] * 3)]
+    places = [writer.append(r) for r in records]
+    writer.cut()()
+    writer.close()
+    reader = SegmentReader(tmp_path)
+    assert [[bytes(f) for f in reader.read(p)] for p in places] == records
+    reader.close()
+    assert max(asked) <= 1 << 20 and len(asked) > 10
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
