@@ -213,8 +213,11 @@ EXTRAS = {
 
 def writable(path: Path) -> None:
     """Check that an output file can be written before the work begins. Raises `UsageError`."""
+    new = not path.exists()
     try:
         path.open("ab").close()
+        if new:
+            path.unlink()  # there may be nothing to write
     except OSError as e:
         raise UsageError("-o", f"{path} cannot be written ({e.strerror})", "give a file in a directory that this user can write") from None
 

@@ -10,9 +10,17 @@ made=$here/made hosts=${HOSTS:-$here/hosts.txt}
 say() { printf '\n\033[1m%s\033[0m\n' "$*" >&2; }
 [ -t 2 ] || say() { printf '\n%s\n' "$*" >&2; }
 
-if [ -e "$run" ] && [ ! -f "$run/ledger.db" ]; then
-    echo "demo: $run is there and is not a run; give another RUN=DIR" >&2
+wrong() { # before anything is made or moved
+    echo "demo: $1" >&2
     exit 2
+}
+case ${STEPS:-1} in *[!0-9]*) wrong "STEPS=$STEPS: no number" ;; esac
+case $seed in *[!0-9]*) wrong "SEED=$seed: no number" ;; esac
+[ "${STEPS:-1}" -gt 0 ] || wrong "STEPS=$STEPS: give at least 1"
+case ${ENGINE:-torch} in torch | vllm) ;; *) wrong "ENGINE=$ENGINE: give torch or vllm" ;; esac
+[ -f "$hosts" ] || wrong "HOSTS=$hosts: no such file"
+if [ -e "$run" ] && [ ! -f "$run/ledger.db" ]; then
+    wrong "$run is there and is not a run; give another RUN=DIR"
 fi
 if [ -e "$run" ]; then # an earlier run is kept
     kept=$run-$(date -u +%Y%m%dT%H%M%S)

@@ -185,7 +185,7 @@ def _explained(message: str) -> tuple[str, str, str]:
     path = re.sub(r"\[\.\.\.\]|\[\d+\]", "", at.rstrip("`")).lstrip(".")
     field = re.search(r"(?:unknown|required) field `(.*)`", text)
     if field is None:
-        return text.lower().replace("`", ""), "give a value of that kind", path
+        return text.lower().replace("`", ""), "docs/commands/gyre-sim.md says what each key takes", path
     key = f"{path}.{field[1]}".lstrip(".")
     if "required" in text:
         return "missing", "write it; examples/workloads has complete files", key

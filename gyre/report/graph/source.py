@@ -26,7 +26,7 @@ def write(source: str, rollout: str | None, form: str, output: Path | None) -> N
     Raises `UsageError` for what is no source, `WorkFailed` when there is nothing to draw."""
     found = next((g for g in graphs(source, rollout) if rollout in (None, g.rollout_id)), None)
     if found is None:
-        raise WorkFailed(f"{source}: no prefix graph" + (f" of {rollout}" if rollout else ""))
+        raise WorkFailed(f"{source}: no prefix graph" + (f" of {rollout}; gyre-dump --fields rollout_id lists those there are" if rollout else ""))
     layout = arrange(found)
     if form == "tree":
         show(lambda width: [tree.sketch(layout, width)], output)
