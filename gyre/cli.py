@@ -56,7 +56,9 @@ def metrics_port(f: F) -> F:
 
 def rules(_context: click.Context, _parameter: click.Parameter, begun: str) -> list[str]:
     """For shells that complete --rule."""
-    return [name for name in ("elastic", "lookahead", "async", "async+stream", "colocate") if name.startswith(begun)]
+    from gyre.rules.named import RULES
+
+    return [name for name in sorted((*RULES, "async", "async+stream")) if name.startswith(begun)]
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):

@@ -200,7 +200,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     report = yield
     name = next((v for v in getattr(getattr(item, "callspec", None), "params", {}).values() if v in ENGINES), None)
-    if report.when == "call" and report.failed and name is not None and not engines.answers(os.environ[f"GYRE_{name.upper()}"]):
+    address = os.environ.get(f"GYRE_{name.upper()}") if name is not None else None
+    if report.when == "call" and report.failed and address and not engines.answers(address):
         print(f"\n{report.longreprtext}")
         pytest.exit(f"{name} does not answer any more", returncode=engines.STUCK)
     mark = item.get_closest_marker("hostile")

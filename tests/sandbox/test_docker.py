@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import docker
 import pytest
@@ -207,3 +208,20 @@ def test_a_daemon_that_answers_no_more_holds_nobody_and_is_cleaned_when_it_does_
         assert time.monotonic() < until, left
         time.sleep(0.2)
     client.close()
+
+
+def test_who_removes_what_was_left_asks_a_silent_daemon_again(monkeypatch):
+    """A daemon that does not answer, then one that finds something, then nothing twice."""
+    answers, asked = iter([OSError("silent"), 3, 0, OSError("silent again"), 0, 0]), []
+
+    def reap(_api, of):
+        asked.append(of("me"))
+        if isinstance(answer := next(answers), OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(reaper, "connect", lambda: SimpleNamespace(api=None))
+    monkeypatch.setattr(reaper, "reap", reap)
+    monkeypatch.setattr(reaper, "SWEEP_S", 0.0)
+    reaper.reap_all("me")
+    assert asked == [True] * 6

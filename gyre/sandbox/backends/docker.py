@@ -348,6 +348,7 @@ class Docker:
         made = self._api.exec_create(name, ["sh", "-c", script], user="0:0")["Id"]
         attached = self._api.exec_start(made, socket=True)  # the SDK itself reads without a deadline
         opened: socket.socket = attached._sock
+        opened.settimeout(reaper.CALL_S)
         said, frames = Capped(4096), Frames()
         try:
             while data := opened.recv(CHUNK):

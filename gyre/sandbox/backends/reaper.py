@@ -77,11 +77,15 @@ def reap(api: Any, of: Callable[[str], bool] = is_orphaned) -> int:
     return len(containers) + len(volumes)
 
 
-def reap_all(api: Any, of: Callable[[str], bool] = is_orphaned) -> None:
-    """Until nothing is found twice: what a killed owner had asked for may come into being after it. `DockerException`."""
+def reap_all(owner: str) -> None:
+    """Remove what an owner left, until nothing is found twice: what a killed one had asked for may come into being after it. A daemon that does not
+    answer, or is being started again, is asked again for a while."""
     clean = 0
     for _ in range(SWEEPS):
-        clean = 0 if reap(api, of) else clean + 1
+        try:
+            clean = 0 if reap(connect().api, owner.__eq__) else clean + 1
+        except (DockerException, OSError):
+            clean = 0
         if clean == 2:
             return
         time.sleep(SWEEP_S)
@@ -95,4 +99,4 @@ def watch(owner: str) -> subprocess.Popen[bytes]:
 
 
 if __name__ == "__main__":
-    reap_all(connect().api, sys.argv[1].__eq__)
+    reap_all(sys.argv[1])
